@@ -1,0 +1,153 @@
+"""The row pack: how Engram rows lie in a file, and how segments of it are packed, written and read.
+
+Docs/engram.md is the format's specification. Everything here works on one segment at a time in buffers of its own, past
+the page cache where the file system allows it, so that memory and the engine's cache stay out of the copy's way.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+WEIGHT_BYTES, SCALE_BYTES = 256, 8
+ROW_BYTES = WEIGHT_BYTES + SCALE_BYTES
+BLOCK_BYTES = 4096
+ROWS_PER_BLOCK = BLOCK_BYTES // ROW_BYTES
+SEGMENT_BLOCKS = 2048
+SEGMENT_BYTES = SEGMENT_BLOCKS * BLOCK_BYTES
+SEGMENT_ROWS = SEGMENT_BLOCKS * ROWS_PER_BLOCK
+IOV_MAX = 1024  # Linux: buffers in one preadv
+
+
+class ShortReadError(OSError):
+    """The file ends before the bytes that were asked for."""
+
+    def __init__(self, offset: int) -> None:
+        super().__init__(errno.ENODATA, f"ends at or before byte {offset}")
+
+
+def pack_bytes(rows: int) -> int:
+    """Bytes of a row pack of ``rows`` rows."""
+    return -(-rows // ROWS_PER_BLOCK) * BLOCK_BYTES
+
+
+def segment_count(size: int) -> int:
+    """Segments of a row pack of ``size`` bytes."""
+    return -(-size // SEGMENT_BYTES)
+
+
+def segment_span(size: int, index: int) -> tuple[int, int]:
+    """Half-open byte range of segment ``index`` in a row pack of ``size`` bytes."""
+    return index * SEGMENT_BYTES, min(size, (index + 1) * SEGMENT_BYTES)
+
+
+def row_offset(index: int) -> int:
+    """Byte of row ``index``, counted from the pack's first row."""
+    return index // ROWS_PER_BLOCK * BLOCK_BYTES + index % ROWS_PER_BLOCK * ROW_BYTES
+
+
+def digest_of(data: memoryview) -> str:
+    """The digest that manifests hold. SHA-256: the fastest of hashlib's where the CPU has instructions for it."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def open_uncached(path: Path, flags: int) -> int:
+    """Open with O_DIRECT; without it on a file system that has none, such as tmpfs before Linux 6.6."""
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.open(path, flags, 0o644)
+
+
+class Buffer:
+    """Page-aligned memory for one segment, as O_DIRECT wants it."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(mmap.mmap(-1, SEGMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+    def read(self, fd: int, span: tuple[int, int]) -> memoryview:
+        """The file's bytes in ``span``; raises ShortReadError when it ends earlier."""
+        start, end = span
+        data = self.view[: end - start]
+        done = 0
+        while done < len(data):
+            got = os.preadv(fd, [data[done:]], start + done)
+            if not got:
+                raise ShortReadError(start + done)
+            done += got
+        return data
+
+
+class Packer(Buffer):
+    """A buffer that packs source rows; it holds about 8 MiB for the bytes and 6 MiB for the places of their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The kernel scatters the weights into their rows while it reads them: far cheaper than moving them in Python.
+        self._weights = [self.view[o : o + WEIGHT_BYTES] for o in map(row_offset, range(SEGMENT_ROWS))]
+        self._words = self.view.cast("Q")
+
+    def pack(self, fd: int, weight_offset: int, scale_offset: int, rows: int) -> memoryview:
+        """The packed segment of ``rows`` rows whose weights and scales begin at these bytes of the open shard.
+
+        Raises ShortReadError when the shard ends earlier.
+        """
+        os.posix_fadvise(fd, weight_offset, rows * WEIGHT_BYTES, os.POSIX_FADV_WILLNEED)
+        _read_rows(fd, self._weights[:rows], weight_offset)
+        data = os.pread(fd, rows * SCALE_BYTES, scale_offset)
+        while len(data) < rows * SCALE_BYTES:
+            more = os.pread(fd, rows * SCALE_BYTES - len(data), scale_offset + len(data))
+            if not more:
+                raise ShortReadError(scale_offset + len(data))
+            data += more
+        scales = memoryview(data).cast("Q")
+        stride = BLOCK_BYTES // SCALE_BYTES
+        for i in range(min(ROWS_PER_BLOCK, rows)):
+            column = scales[i::ROWS_PER_BLOCK]
+            first = (i * ROW_BYTES + WEIGHT_BYTES) // SCALE_BYTES
+            self._words[first : first + (len(column) - 1) * stride + 1 : stride] = column
+        packed = self.view[: pack_bytes(rows)]
+        end = row_offset(rows - 1) + ROW_BYTES
+        packed[end:] = bytes(len(packed) - end)  # rows of the segment before may lie behind the last row
+        return packed
+
+
+def write(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data``; on a file system without O_DIRECT also get it onto the disk and out of the cache."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)
+    if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
+
+
+def write_changed_blocks(fd: int, wanted: memoryview, found: memoryview, offset: int) -> int:
+    """Write the blocks in which ``found`` differs from ``wanted``; returns how many."""
+    blocks = [slice(o, o + BLOCK_BYTES) for o in range(0, len(wanted), BLOCK_BYTES)]
+    changed = [block for block in blocks if found[block] != wanted[block]]
+    for block in changed:
+        write(fd, wanted[block], offset + block.start)
+    return len(changed)
+
+
+def same(a: memoryview, b: memoryview) -> bool:
+    """Byte equality; by words, as a memoryview compares item by item."""
+    return a.cast("Q") == b.cast("Q")
+
+
+def _read_rows(fd: int, rows: Sequence[memoryview], offset: int) -> None:
+    done = 0
+    while done < len(rows):
+        got = os.preadv(fd, rows[done : done + IOV_MAX], offset + done * WEIGHT_BYTES)
+        whole = got // WEIGHT_BYTES
+        if not whole:
+            raise ShortReadError(offset + done * WEIGHT_BYTES + got)
+        done += whole  # a row that came in part is read again
