@@ -7,11 +7,16 @@ of 6 tokens x 5120 x 2 bytes = 60 KiB.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
+import subprocess
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 KIB = 1024
@@ -165,3 +170,48 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     steps = (r["step_ms"] for r in measured.values())
     lines.append(f"{STEP_OPERATIONS}x60KiB" + "".join(f"{s['p50']:.2f}/{s['p90']:.2f} ms".rjust(20) for s in steps))
     return "\n".join(lines)
+
+
+def run_probe(
+    python: str,
+    *,
+    rank: int,
+    world: int,
+    master: tuple[str, int],
+    iterations: int,
+    timeout_s: float,
+    environment: Mapping[str, str],
+) -> dict[str, Any]:
+    """Run allreduce_probe.py with the engine's Python and return what it measured; AllreduceError otherwise."""
+    with tempfile.TemporaryDirectory(prefix="gb10-allreduce-") as scratch:
+        log = Path(scratch) / "nccl.log"
+        command = [python, "-m", "gb10.allreduce_probe", "--rank", str(rank), "--world", str(world)]
+        command += ["--master-address", master[0], "--master-port", str(master[1])]
+        command += ["--iterations", str(iterations), "--timeout", str(timeout_s / 2), "--nccl-log", str(log)]
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=timeout_s,
+                env=os.environ | dict(environment),
+                cwd=scratch,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise AllreduceError(f"no end within {timeout_s:g} s; {_log_reason(log)}") from error
+        except OSError as error:
+            raise AllreduceError(f"{python}: {error.strerror}; is the engine installed?") from error
+        try:
+            return dict(json.loads(done.stdout.splitlines()[-1]))
+        except (ValueError, IndexError) as error:
+            tail = done.stderr.strip().splitlines()[-1:] or ["no output"]
+            raise AllreduceError(f"exit {done.returncode}: {tail[0]}; {_log_reason(log)}") from error
+
+
+def _log_reason(log: Path) -> str:
+    """NCCL's own warnings, or which networks it had found before it stopped."""
+    if not log.exists():
+        return "NCCL was not reached: are all ranks running the probe?"
+    transport = parse_nccl_log(log.read_text(encoding="utf-8", errors="replace"))
+    return "NCCL: " + ("; ".join(transport.warnings) or f"networks {', '.join(transport.networks) or 'none'}")

@@ -181,7 +181,8 @@ def read_ports(sysfs: Path = Path("/sys")) -> list[Port]:
                     phys_state=_after_colon(_read(port / "phys_state")),
                     rate_gbps=float(rate[1]) if rate else 0.0,
                     firmware=_read(device / "fw_ver") or "",
-                    netdevs=_names(device / "device/net"),
+                    # Soft-RoCE has no PCI device; it names its interface in `parent`.
+                    netdevs=_names(device / "device/net") or tuple((_read(device / "parent") or "").split()),
                     gids=_gids(port),
                 )
             )
