@@ -61,11 +61,12 @@ CUSTOMIZE = """\
 set -eu
 root=$1
 chroot "$root" systemctl -q enable systemd-networkd systemd-network-generator ssh guest-host-key soft-roce
-chroot "$root" systemctl -q mask getty@.service serial-getty@.service getty.target systemd-networkd-wait-online.service \\
-  apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer fstrim.timer dpkg-db-backup.timer \\
-  systemd-random-seed.service systemd-update-utmp.service
-rm -rf "$root"/etc/ssh/ssh_host_* "$root"/etc/machine-id "$root"/etc/hostname "$root"/var/lib/apt/lists "$root"/etc/network
-: > "$root"/etc/machine-id
+chroot "$root" systemctl -q mask getty@.service serial-getty@.service getty.target \\
+  systemd-networkd-wait-online.service systemd-random-seed.service systemd-update-utmp.service \\
+  apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer fstrim.timer dpkg-db-backup.timer
+cd "$root"
+rm -rf etc/ssh/ssh_host_* etc/machine-id etc/hostname etc/network var/lib/apt/lists
+: > etc/machine-id
 chroot "$root" update-initramfs -u >/dev/null
 """
 
@@ -89,7 +90,7 @@ def _files() -> dict[str, str]:
         # An emulated guest on a shared core is slow, not hung.
         "etc/systemd/system.conf.d/guest.conf": "[Manager]\nDefaultTimeoutStartSec=300\n",
         # Only what the virtual machine has: the initrd is unpacked by an emulated processor at every boot.
-        "etc/initramfs-tools/conf.d/guest": "MODULES=list\nCOMPRESS=zstd\n",
+        "etc/initramfs-tools/conf.d/guest": "MODULES=list\n",
         "etc/initramfs-tools/modules": "virtio_pci\nvirtio_blk\nvirtio_net\next4\ncrc32c_generic\n",
     }
     for index, name in enumerate(("mgmt0", FABRIC_INTERFACE)):
