@@ -1,0 +1,363 @@
+"""Pure functions of the inventory, the profiles and the patch series, for playbooks and roles."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ansible.errors import AnsibleFilterError
+from ansible.module_utils.gb10.environment import Engine
+
+PROJECT = Path(__file__).resolve().parent.parent
+PROFILES = PROJECT / "profiles"
+PATCHES = PROJECT / "files" / "patches"
+
+PROFILE_KEYS = {
+    "description": str,
+    "engine": dict,
+    "tensor_parallel_size": int,
+    "checkpoint": dict,
+    "served_model_names": list,
+    "arguments": dict,
+    "environment": dict,
+    "require_rdma": bool,
+    "memory_floor_mib": int,
+    "start_timeout_s": int,
+    "readiness": dict,
+}
+OPTIONAL_PROFILE_KEYS = {"engram": dict, "fabric": dict}
+
+
+# --------------------------------------------------------------------------------------------- profiles
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in PROFILES.glob("*.yml"))
+
+
+def profile_faults(name: str, document: Any) -> list[str]:
+    """Everything wrong with a profile's shape, one sentence each."""
+    if not isinstance(document, dict):
+        return [f"profile {name}: the file holds {type(document).__name__}, wanted a mapping"]
+    faults = [f"profile {name}: key {key} is missing" for key in PROFILE_KEYS if key not in document]
+    for key, value in document.items():
+        wanted = (PROFILE_KEYS | OPTIONAL_PROFILE_KEYS).get(key)
+        if wanted is None:
+            faults.append(f"profile {name}: unknown key {key}; known are {', '.join(sorted(PROFILE_KEYS))}")
+        elif not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+            faults.append(f"profile {name}: {key} is {value!r}, wanted {wanted.__name__}")
+    if faults:
+        return faults
+    engine = document["engine"]
+    for key in ("name", "python", "machine"):
+        if not isinstance(engine.get(key), str):
+            faults.append(f"profile {name}: engine.{key} is {engine.get(key)!r}, wanted text (quote numbers)")
+    if isinstance(engine.get("name"), str) and not (PATCHES / engine["name"] / "series.yml").is_file():
+        faults.append(f"profile {name}: engine {engine['name']} has no files/patches/{engine['name']}/series.yml")
+    if not isinstance(document["checkpoint"].get("directory"), str):
+        faults.append(f"profile {name}: checkpoint.directory is missing")
+    if "config.json" not in document["checkpoint"].get("files", []):
+        faults.append(f"profile {name}: checkpoint.files does not name config.json")
+    if not document["served_model_names"]:
+        faults.append(f"profile {name}: served_model_names is empty")
+    return faults
+
+
+def gb10_profile(name: str) -> dict[str, Any]:
+    """The profile NAME as data. Raises AnsibleFilterError naming the profiles there are, or what is wrong in it."""
+    path = PROFILES / f"{name}.yml"
+    if not path.is_file():
+        raise AnsibleFilterError(f"profile {name!r} does not exist; profiles/ has {', '.join(profile_names())}")
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    faults = profile_faults(name, document)
+    if faults:
+        raise AnsibleFilterError("; ".join(faults))
+    return dict(document)
+
+
+def _words(flag: str, value: Any) -> list[str]:
+    option = f"--{flag}"
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [option]
+    if isinstance(value, Mapping):
+        return [option, json.dumps(value, separators=(",", ":"), ensure_ascii=False)]
+    if isinstance(value, list):
+        return [option, *(str(item) for item in value)]
+    return [option, str(value)]
+
+
+def gb10_argv(
+    profile: Mapping[str, Any],
+    *,
+    rank: int,
+    model: str,
+    head_address: str,
+    api_address: str,
+    api_port: int,
+) -> list[str]:
+    """Words of `vllm` for one rank, without the master port, which belongs to a launch.
+
+    A mapping in the profile becomes one word of JSON; true is a bare flag; false and null leave it out.
+    """
+    size = int(profile["tensor_parallel_size"])
+    argv = ["serve", model, *_words("served-model-name", list(profile["served_model_names"]))]
+    argv += _words("tensor-parallel-size", size) + _words("distributed-executor-backend", "mp")
+    argv += _words("nnodes", size) + _words("node-rank", rank) + _words("master-addr", head_address)
+    argv += ["--host", api_address, "--port", str(api_port)] if int(rank) == 0 else ["--headless"]
+    for flag, value in profile["arguments"].items():
+        argv += _words(flag, value)
+    return argv
+
+
+# --------------------------------------------------------------------------------------------- inventory
+
+
+def gb10_by_rank(hosts: Iterable[str], hostvars: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Hosts by ascending rank, the head first."""
+    return sorted(hosts, key=lambda host: int(hostvars[host]["rank"]))
+
+
+def _rank_faults(fleet: list[str], ranks: Mapping[str, Any]) -> list[str]:
+    faults = []
+    for host in fleet:
+        value = ranks[host]
+        if value is None:
+            faults.append(f"{host}: rank is not set; give each host of group fleet a rank from 0 to {len(fleet) - 1}")
+        elif isinstance(value, bool) or not str(value).isdigit() or int(value) >= len(fleet):
+            faults.append(f"{host}: rank is {value!r}, wanted a number from 0 to {len(fleet) - 1}")
+    by_rank: dict[int, list[str]] = {}
+    for host in fleet:
+        if str(ranks[host]).isdigit():
+            by_rank.setdefault(int(ranks[host]), []).append(host)
+    for rank, hosts in sorted(by_rank.items()):
+        if len(hosts) > 1:
+            faults.append(f"{', '.join(hosts)}: rank is {rank} on each of them, wanted one host a rank")
+    for rank in range(len(fleet)):
+        if rank not in by_rank:
+            faults.append(f"rank {rank} is missing; give it to one of {', '.join(fleet)}")
+    return faults
+
+
+def _address_faults(fleet: list[str], addresses: Mapping[str, Any], subnet: Any) -> list[str]:
+    if not subnet:
+        return ["fabric_subnet is not set; give the fabric's address range in CIDR form in group_vars"]
+    try:
+        network = ipaddress.ip_network(str(subnet))
+    except ValueError as error:
+        return [f"fabric_subnet is {subnet!r}: {error}"]
+    faults = []
+    seen: dict[Any, str] = {}
+    for host in fleet:
+        value = addresses[host]
+        try:
+            address = ipaddress.ip_address(str(value))
+        except ValueError:
+            faults.append(f"{host}: fabric_address is {value!r}, wanted an address of {network} without prefix length")
+            continue
+        if address not in network:
+            faults.append(f"{host}: fabric_address {address} is outside fabric_subnet {network}; ranks need one subnet")
+        if address in seen:
+            faults.append(f"{host}: fabric_address {address} is also that of {seen[address]}")
+        seen.setdefault(address, host)
+    return faults
+
+
+def gb10_inventory_faults(groups: Mapping[str, list[str]], hostvars: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Everything wrong with the inventory and its profile, in one list; touches no host."""
+    fleet = list(groups.get("fleet", []))
+    if not fleet:
+        return ["group fleet has no hosts; list every host of the fleet below head or workers"]
+
+    def of(key: str) -> dict[str, Any]:
+        return {host: hostvars[host].get(key) for host in fleet}
+
+    faults = []
+    head, workers = groups.get("head", []), groups.get("workers", [])
+    if len(head) != 1:
+        faults.append(f"group head has {len(head)} hosts ({', '.join(head) or 'none'}), wanted exactly one")
+    for host in fleet:
+        if (host in head) == (host in workers):
+            where = "both head and workers" if host in head else "neither head nor workers"
+            faults.append(f"{host}: is in {where}, wanted exactly one of the two groups")
+    ranks = of("rank")
+    faults += _rank_faults(fleet, ranks)
+    if len(head) == 1 and str(ranks[head[0]]).isdigit() and int(ranks[head[0]]) != 0:
+        faults.append(f"{head[0]}: is the head and has rank {ranks[head[0]]}, wanted rank 0")
+    faults += _address_faults(fleet, of("fabric_address"), hostvars[fleet[0]].get("fabric_subnet"))
+    names = sorted({str(name) for name in of("profile").values()})
+    if len(names) != 1:
+        return [*faults, f"profile differs between hosts ({', '.join(names)}), wanted one for the fleet"]
+    try:
+        profile = gb10_profile(names[0])
+    except (AnsibleFilterError, yaml.YAMLError) as error:
+        return [*faults, str(error)]
+    size = profile["tensor_parallel_size"]
+    if size != len(fleet):
+        faults.append(f"profile {names[0]} is for {size} hosts (tensor_parallel_size), group fleet has {len(fleet)}")
+    return faults
+
+
+def gb10_reachability_faults(fleet: list[str], results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What a first look at all hosts found wrong; RESULTS maps a host to its result of gb10_rank_info."""
+    away = [host for host in fleet if results[host].get("unreachable") or "rank" not in results[host]]
+    there = [host for host in fleet if host not in away]
+    faults = [
+        f"{host}: does not answer ({str(results[host].get('msg', 'no result')).strip()[:300]}); "
+        f"check its power and the management network; reachable are {', '.join(there) or 'no hosts'}"
+        for host in away
+    ]
+    return faults + [f"{host}: {fault}" for host in there if (fault := results[host].get("checkpoint_fault"))]
+
+
+# --------------------------------------------------------------------------------------------- launches
+
+
+def gb10_launch_reasons(states: Mapping[str, Mapping[str, Any]], head: str, completion: Mapping[str, str]) -> list[str]:
+    """Why the group has to be started (stop all, start all); an empty list means that it serves.
+
+    STATES maps a host to the `rank` of gb10_rank_info. Drift is no reason: a restart for it is the operator's word.
+    """
+    reasons = [f"{host}: the rank is {state['unit']}" for host, state in sorted(states.items()) if not state["active"]]
+    launches = {state["launch_id"] for state in states.values() if state["active"]}
+    if not reasons and len(launches) != 1:
+        joined = ", ".join(f"{host} {state['launch_id'] or 'none'}" for host, state in sorted(states.items()))
+        reasons.append(f"ranks of several launches run ({joined})")
+    if not reasons and completion.get("fault"):
+        reasons.append(f"{head}: {completion['fault']}")
+    return reasons
+
+
+def gb10_verify_faults(states: Mapping[str, Mapping[str, Any]], head: str, completion: Mapping[str, str]) -> list[str]:
+    """What a served model still lacks: units, one launch, the reviewed tree, no drift, a token."""
+    faults = gb10_launch_reasons(states, head, completion)
+    for host, state in sorted(states.items()):
+        faults += [f"{host}: {fault}" for fault in state["release_faults"]]
+        if state["drift"]:
+            faults.append(f"{host}: {state['drift']}; group restart needed: ansible-playbook playbooks/serve.yml")
+    releases = {state["release"] for state in states.values()}
+    if len(releases) > 1:
+        listed = ", ".join(f"{host} {state['release'] or 'none'}" for host, state in sorted(states.items()))
+        faults.append(f"hosts have different releases ({listed}): rerun playbooks/engine.yml")
+    return faults
+
+
+def gb10_table(rows: list[Mapping[str, Any]], columns: list[str]) -> list[str]:
+    """Aligned lines of text, a header first; a value that is missing reads `unknown`."""
+    cells = [columns] + [[str(row.get(column, "")) or "unknown" for column in columns] for row in rows]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+    return ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+
+
+def gb10_status_table(hosts: list[str], hostvars: Mapping[str, Mapping[str, Any]], variable: str) -> list[str]:
+    """The table of playbooks/status.yml from each host's registered result of gb10_rank_info."""
+    rows: list[dict[str, Any]] = []
+    for host in hosts:
+        result = hostvars[host].get(variable) or {}
+        row: dict[str, Any] = {"host": host, "rank": hostvars[host].get("rank")}
+        if state := result.get("rank"):
+            release = state["release"] or "none"
+            patches = "reviewed" if not state["release_faults"] else state["release_faults"][0]
+            row |= {
+                "unit": state["unit"],
+                "launch": state["launch_id"] or "none",
+                "phase": state["phase"],
+                "memory free": f"{state['memory_available_mib'] / 1024:.1f} GiB",
+                "mount": result.get("mount"),
+                "release": release,
+                "patches": patches,
+                "drift": state["drift"] or "none",
+            }
+        rows.append(row)
+    columns = ["host", "rank", "unit", "launch", "phase", "memory free", "mount", "release", "patches", "drift"]
+    return gb10_table(rows, columns)
+
+
+# --------------------------------------------------------------------------------------------- patches
+
+
+def gb10_patch_series(engine: str) -> dict[str, Any]:
+    """The patch series of files/patches/ENGINE with the patches' text, checked as far as a controller can.
+
+    Raises AnsibleFilterError for a missing file, an unknown key, a malformed digest or a carriage return.
+    """
+    directory = PATCHES / engine
+    path = directory / "series.yml"
+    if not path.is_file():
+        raise AnsibleFilterError(f"{path} is missing: engine {engine!r} has no patch series")
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    unknown = set(document) - {"engine", "patches", "files", "build"}
+    if unknown:
+        raise AnsibleFilterError(f"{path}: unknown keys {sorted(unknown)}")
+    patches = []
+    for entry in document["patches"]:
+        raw = (directory / entry["file"]).read_bytes()
+        if b"\r" in raw:
+            raise AnsibleFilterError(
+                f"{directory / entry['file']} has carriage returns: check out the project with core.autocrlf=false"
+            )
+        patches.append({"file": entry["file"], "text": raw.decode("utf-8")})
+    for name, digests in document["files"].items():
+        for key in ("before", "after"):
+            digest = digests[key]
+            if digest is None and key == "before":
+                continue
+            if not isinstance(digest, str) or len(digest) != 64:
+                raise AnsibleFilterError(f"{path}: {name}: {key} is {digest!r}, wanted a SHA-256 in hex")
+    return {
+        "engine": engine,
+        "package": document["engine"]["package"],
+        "version": str(document["engine"]["version"]),
+        "files": document["files"],
+        "patches": patches,
+        "build": document.get("build") or [],
+    }
+
+
+def gb10_engine_lock(engine: str) -> str:
+    """Text of the engine's requirements.txt."""
+    path = PATCHES / engine / "requirements.txt"
+    if not path.is_file():
+        raise AnsibleFilterError(f"{path} is missing: engine {engine!r} has no lock file")
+    return path.read_text(encoding="utf-8")
+
+
+def gb10_environment_identity(engine: str, python: str, machine: str) -> str:
+    """Name of the environment that the engine's lock makes; see module_utils/gb10/environment.py."""
+    return Engine(engine, python, machine, gb10_engine_lock(engine)).identity
+
+
+def gb10_host_library(prefix: str) -> list[dict[str, str]]:
+    """The package that hosts import as `gb10`, as file entries of gb10_bundle below PREFIX."""
+    sources = sorted((PROJECT / "module_utils" / "gb10").glob("*.py"))
+    return [
+        {"path": f"{prefix}/gb10/{source.name}", "content": source.read_text(encoding="utf-8")} for source in sources
+    ]
+
+
+class FilterModule:
+    """Filters by name."""
+
+    def filters(self) -> dict[str, Any]:
+        return {
+            function.__name__: function
+            for function in (
+                gb10_profile,
+                gb10_argv,
+                gb10_by_rank,
+                gb10_inventory_faults,
+                gb10_reachability_faults,
+                gb10_launch_reasons,
+                gb10_verify_faults,
+                gb10_status_table,
+                gb10_patch_series,
+                gb10_engine_lock,
+                gb10_environment_identity,
+                gb10_host_library,
+            )
+        }
