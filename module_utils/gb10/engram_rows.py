@@ -53,6 +53,7 @@ from .engram_pack import (
     write_changed_blocks,
 )
 from .files import sha256_document, write_atomic
+from .nfs import MOUNTS, parse_mounts
 
 MANIFEST = "manifest.json"
 CONSTANTS = {
@@ -204,8 +205,8 @@ def verify(
 # Making
 
 
-def plan(directory: Path, identity: Identity, rows: Sequence[RankRows], level: str, options: Options) -> Plan:
-    """What make_present would do now, having verified the copy at ``level``. Changes nothing."""
+def plan(directory: Path, identity: Identity, rows: Sequence[RankRows], faults: Sequence[str]) -> Plan:
+    """What make_present has to do about the ``faults`` that verify found. Changes nothing."""
     try:
         manifest = read_manifest(directory)
     except EngramRowsError as error:
@@ -215,11 +216,11 @@ def plan(directory: Path, identity: Identity, rows: Sequence[RankRows], level: s
     found = {key: manifest.get(key) for key in wanted}
     found["layers"] = [{k: v for k, v in entry.items() if k != "segments"} for entry in manifest["layers"]]
     if found != wanted:
-        reasons = [f"{key} is {found[key]!r}, wanted {wanted[key]!r}" for key in wanted if found[key] != wanted[key]]
-        return Plan("replace", reasons)
-    ranges = {r.table.layer: (r.start, r.end) for r in rows}
-    faults = verify(directory, identity.rank, identity.tp, identity.revision, ranges, level, options)
-    return Plan("repair" if faults else "keep", faults)
+        return Plan(
+            "replace",
+            [f"{key} is {found[key]!r}, wanted {wanted[key]!r}" for key in wanted if found[key] != wanted[key]],
+        )
+    return Plan("repair" if faults else "keep", list(faults))
 
 
 def make_present(
@@ -241,9 +242,14 @@ def make_present(
         return _copy(directory, source, identity, rows, options)
 
 
+def present(directory: Path) -> list[Path]:
+    """The files of a copy, or of an unfinished one, manifest first."""
+    return [path for path in (directory / MANIFEST, *sorted(directory.glob("layer-*.rows*"))) if path.exists()]
+
+
 def remove(directory: Path) -> bool:
-    """Remove the copy, manifest first, and whatever an unfinished one left; returns whether there was anything."""
-    found = [path for path in (directory / MANIFEST, *sorted(directory.glob("layer-*.rows*"))) if path.exists()]
+    """Remove a copy, manifest first, and whatever an unfinished one left; returns whether there was anything."""
+    found = present(directory)
     for path in found:
         path.unlink()
     if found:
@@ -274,6 +280,14 @@ def check_space(directory: Path, rows: Sequence[RankRows], todo: Plan, margin_by
             f"{directory}: the rows need {_size(needed)} and {_size(margin_bytes)} margin, its file system has"
             f" {_size(free)} free: {_size(short)} missing; free them or choose another directory"
         )
+
+
+def check_local(directory: Path) -> None:
+    """Raise EngramRowsError when ``directory`` is not on a disk of this host."""
+    mounts = [mount for mount in parse_mounts(MOUNTS.read_text()) if directory.is_relative_to(mount.path)]
+    holder = max(mounts, key=lambda mount: len(mount.path))
+    if holder.is_nfs:
+        raise EngramRowsError(f"{directory}: is on {holder.source} ({holder.kind}), wanted a disk of this host")
 
 
 def _copy(directory: Path, source: Path, identity: Identity, rows: Sequence[RankRows], options: Options) -> Outcome:
@@ -655,14 +669,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     options = Options(args.workers, args.mb_per_s * 10**6, args.margin_mb * 10**6)
     try:
+        ranges = rank_ranges(read_config(args.source), args.tp, args.rank)
+        faults = verify(args.directory, args.rank, args.tp, args.revision, ranges, args.level, options)
         if args.verb == "copy":
             identity = Identity(args.model, args.revision, args.tp, args.rank)
             rows = rank_rows(args.source, args.tp, args.rank)
-            todo = plan(args.directory, identity, rows, args.level, options)
+            todo = plan(args.directory, identity, rows, faults)
             print(todo.action, make_present(args.directory, args.source, identity, rows, todo, options))
-            return 0
-        ranges = rank_ranges(read_config(args.source), args.tp, args.rank)
-        faults = verify(args.directory, args.rank, args.tp, args.revision, ranges, args.level, options)
+            faults = []
     except (EngramLayoutError, EngramRowsError) as error:
         faults = [str(error)]
     for fault in faults:

@@ -44,7 +44,7 @@ def large(tmp_path_factory):
 
 def run(directory, source, identity=ME, level="manifest", options=FAST):
     rows = rank_rows(source, identity.tp, identity.rank)
-    todo = engram_rows.plan(directory, identity, rows, level, options)
+    todo = engram_rows.plan(directory, identity, rows, faults(directory, source, identity, level))
     return todo, engram_rows.make_present(directory, source, identity, rows, todo, options)
 
 
@@ -416,6 +416,15 @@ def test_other_rows_count_as_free_space(tmp_path, small):
     assert needed == sum(map(len, naive_packs(small).values()))
     freed = free - os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert abs(freed - sum(map(len, packs_of(tmp_path).values()))) < 1 << 24
+
+
+def test_a_directory_on_nfs_is_refused(tmp_path, monkeypatch):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/vda / ext4 rw 0 0\n10.10.0.11:/srv {tmp_path}/srv nfs ro,vers=3 0 0\n")
+    monkeypatch.setattr(engram_rows, "MOUNTS", mounts)
+    engram_rows.check_local(tmp_path / "srv2/engram")
+    with pytest.raises(EngramRowsError, match=r"is on 10.10.0.11:/srv \(nfs\), wanted a disk of this host"):
+        engram_rows.check_local(tmp_path / "srv/engram")
 
 
 def test_remove_leaves_nothing_of_it(copy):
