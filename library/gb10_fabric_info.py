@@ -59,7 +59,7 @@ fabric:
     mtu: 9000
     rdma_mtu: 4096
     rdma: {hca: rocep1s0f0, port: 1, gid_index: 3, state: ACTIVE, phys_state: LinkUp, rate_gbps: 200}
-    persistence: {file: /etc/netplan -> /10-netplan-enp1s0f0np0.network, mtu: 9000, volatile: []}
+    persistence: {file: /etc/netplan -> run/systemd/network/10-netplan-enp1s0f0np0.network, mtu: 9000, volatile: []}
     fault: ""
 """
 

@@ -86,9 +86,7 @@ def _duplicates(hosts: Mapping[str, Facts]) -> list[str]:
         for address, interface in found.get("addresses", {}).items():
             owner = [name for name in wanted_by.get(address, []) if name != host]
             if owner and address != found["address"]:
-                faults.append(
-                    f"{host} {interface}: carries {address}, the fabric address of {owner[0]}; wanted on it alone"
-                )
+                faults.append(f"{host} {interface}: carries {address}, which is {owner[0]}'s; wanted there alone")
     return faults
 
 
@@ -105,7 +103,8 @@ def judge_paths(hosts: Mapping[str, Facts], paths: Mapping[str, Sequence[Facts]]
             answered = {m.lower() for m in outcome["answered_by"]}
             if not outcome["host"]:
                 faults.append(
-                    f"{where}: {', '.join(sorted(answered))} also answers for {own['address']}; wanted one owner"
+                    f"{where}: {', '.join(sorted(answered))} also answers for {own['address']}; "
+                    "wanted one machine with it"
                 )
                 continue
             peer = outcome["host"]
@@ -136,9 +135,7 @@ def _reason(outcome: Facts) -> str:
 
 
 def _size_fault(to: str, outcome: Facts, own: Facts, peer: Facts | None) -> str:
-    text = (
-        f"{to}: {outcome['bytes']}-byte pings that may not be fragmented are lost{_reason(outcome)}, small ones arrive"
-    )
+    text = f"{to}: {outcome['bytes']}-byte don't-fragment pings are lost{_reason(outcome)}, small ones arrive"
     if peer is None:
         return f"{text}; wanted 3 answers"
     # S08: where both ends agree, what lies between does not.

@@ -184,7 +184,7 @@ def persistence(
             networkd(
                 [
                     ("/etc/systemd/network", root / "etc/systemd/network"),
-                    ("/etc/netplan ->", into / "run/systemd/network"),
+                    ("/etc/netplan -> run/systemd/network", into / "run/systemd/network"),
                     ("/usr/lib/systemd/network", root / "usr/lib/systemd/network"),
                 ],
                 netdev,
@@ -192,7 +192,7 @@ def persistence(
             *network_manager(
                 [
                     ("/etc/NetworkManager/system-connections", root / "etc/NetworkManager/system-connections"),
-                    ("/etc/netplan ->", into / "run/NetworkManager/system-connections"),
+                    ("/etc/netplan -> run/NetworkManager", into / "run/NetworkManager/system-connections"),
                 ],
                 netdev,
             ),

@@ -66,7 +66,7 @@ def ping_command(address: str, interface: str, size: int) -> list[str]:
     """Three pings of ``size`` bytes on the wire that may not be fragmented, out of ``interface`` only."""
     version = ipaddress.ip_address(address).version
     payload = size - HEADERS[version]
-    options = f"-{version} -n -q -c 3 -i 0.2 -W 1 -M do -s {payload} -I {interface}"
+    options = f"-{version} -n -c 3 -i 0.2 -W 1 -M do -s {payload} -I {interface}"
     return ["ping", *options.split(), address]
 
 
