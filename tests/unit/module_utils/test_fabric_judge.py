@@ -220,7 +220,8 @@ def test_switch_port_with_another_mtu_is_blamed_in_every_failed_direction():
         ({"small": 0, "full": 0, "tcp": "timeout"}, "no answer to a ping; wanted 3. Next: link, cable, switch port"),
         (
             {"full": 0, "detail": "message too long, mtu=1500"},
-            "are lost (message too long, mtu=1500), small ones arrive",
+            "9000-byte don't-fragment pings are lost (message too long, mtu=1500), small ones arrive; "
+            "the hosts agree on MTU 9000: look at the switch port and the cable",
         ),
         (
             {"tcp": "timeout"},
