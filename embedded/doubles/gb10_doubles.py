@@ -250,8 +250,8 @@ def nvidia_smi(arguments: list[str]) -> int:
         print(f"Setting locked Memory clocks is not supported for GPU {BUS}.\nTreating as warning and moving on.")
         print("All done.")
         return 0
-    if "pm" in options:
-        return set_persistence(options["pm"] == "1", mode)
+    if "pm" in options or "persistence-mode" in options:
+        return set_persistence((options.get("pm") or options["persistence-mode"]) == "1", mode)
     if "L" in options:
         print(f"GPU 0: {state['gpu']['name']} (UUID: {UUID})")
         return 0

@@ -60,7 +60,7 @@ _FIRMWARE_NAMES = {"Embedded Controller": "firmware_ec", "UEFI Device Firmware":
 
 _RUNTIME_PACKAGES = ("docker-ce", "docker.io", "containerd.io", "containerd", "podman", "runc", "crun")
 _LISTED_PACKAGES = re.compile(
-    r"linux-(image|headers|modules)-\S+|linux-nvidia\S*|nvidia-driver-\S+|nvidia-container-toolkit|earlyoom|chrony"
+    r"linux-(image|headers|modules|tools)-\S+|linux-nvidia\S*|nvidia-driver-\S+|nvidia-container-toolkit|earlyoom|chrony"
     r"|systemd-timesyncd|nfs-(kernel-server|common)|" + "|".join(re.escape(name) for name in _RUNTIME_PACKAGES)
 )
 
