@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_rate_is_work_over_the_time_of_the_bursts() -> None:
     assert result["p10"] <= result["p50"] <= result["max"] <= 1_000_000
     assert load.calls > 60
     times = [t for t, _ in result["timeline"]]
-    assert all(later - earlier > 0.05 for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later - earlier > 0.05 for earlier, later in pairwise(times))
 
 
 def test_scaled_keeps_the_timeline_and_rounds() -> None:
