@@ -53,6 +53,7 @@ from .engram_pack import (
     write_changed_blocks,
 )
 from .files import sha256_document, write_atomic
+from .meter import Meter
 from .nfs import MOUNTS, parse_mounts
 
 MANIFEST = "manifest.json"
@@ -609,9 +610,8 @@ class _Pace:
 
     def __init__(self, options: Options, total: int) -> None:
         self.lock = threading.Lock()
-        self._rate, self._path, self._total = options.bytes_per_s, options.progress, total
-        self._due = time.monotonic()
-        self._started, self._done, self._shown = time.time(), 0, 0.0
+        self.done = Meter(options.progress, total).done
+        self._rate, self._due = options.bytes_per_s, time.monotonic()
 
     def wait(self, size: int) -> None:
         """Sleep until ``size`` more bytes may be read."""
@@ -621,19 +621,6 @@ class _Pace:
             due = max(self._due, time.monotonic())
             self._due = due + size / self._rate
         time.sleep(max(0.0, due - time.monotonic()))
-
-    def done(self, size: int) -> None:
-        """Count ``size`` finished bytes; write the progress file once a second and at the end."""
-        with self.lock:
-            self._done += size
-            now = time.monotonic()
-            if self._path and (now - self._shown >= 1 or self._done == self._total):
-                self._shown = now
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                state = {"done_bytes": self._done, "total_bytes": self._total, "started": self._started}
-                scratch = self._path.with_name(f".{self._path.name}.new")
-                scratch.write_text(json.dumps(state))
-                scratch.rename(self._path)
 
 
 def _for_each(
