@@ -30,6 +30,12 @@ VOLATILE = STATE.with_suffix(".run") if "GB10_DOUBLES_STATE" in os.environ else 
 TREE = STATE.with_suffix("") / "root"
 TOOLS = ("gb10-doubles", "nvidia-smi", "fwupdmgr", "chronyc")
 
+# EC, SoC and PD: GUID and version. The kernel's ESRT gives them in decimal, fwupdmgr in hexadecimal.
+FIRMWARE = {
+    "Embedded Controller": ("3d13c989-e6a8-4ead-95ee-921f09868f65", "0x03000508"),
+    "UEFI Device Firmware (SoC)": ("b488217b-3895-4fc0-b1bf-ab7005a2d45a", "0x02009b0b"),
+    "UEFI Device Firmware (PD)": ("dd1a238a-5f8e-46bd-9401-a88da99c5a96", "0x00000516"),
+}
 FACTORY: dict[str, Any] = {
     "gpu": {
         "mode": "healthy",
@@ -38,7 +44,7 @@ FACTORY: dict[str, Any] = {
         "vbios": "9A.0B.2D.00.00",
         "processes": [],
     },
-    "firmware": {"mode": "ok", "ec": "0x03000508", "soc": "0x02009b0b", "pd": "0x00000516"},
+    "firmware": {"mode": "ok"},
     "time": {"server": "192.0.2.123", "offset_s": "0.000021"},
 }
 FILES = {
@@ -56,6 +62,11 @@ FILES = {
     "sys/class/infiniband/rocep1s0f0/fw_ver": "28.45.4028\n",
     "sys/class/nvme/nvme0/model": "SAMSUNG MZALC4T0HBL1-00B07\n",
     "sys/class/nvme/nvme0/firmware_rev": "NXHB202Q\n",
+    **{
+        f"sys/firmware/efi/esrt/entries/entry{number}/{name}": f"{value}\n"
+        for number, (guid, version) in enumerate(FIRMWARE.values())
+        for name, value in (("fw_class", guid), ("fw_version", int(version, 16)))
+    },
     "sys/devices/system/cpu/cpufreq/policy0/scaling_governor": "performance\n",
 }
 
@@ -272,13 +283,9 @@ def fwupdmgr(arguments: list[str]) -> int:
     if arguments[:1] == ["get-upgrades"]:
         print("No updates available")
         return 2
-    names = (
-        ("Embedded Controller", "3d13c989-e6a8-4ead-95ee-921f09868f65", firmware["ec"]),
-        ("UEFI Device Firmware", "b488217b-3895-4fc0-b1bf-ab7005a2d45a", firmware["soc"]),
-        ("UEFI Device Firmware", "dd1a238a-5f8e-46bd-9401-a88da99c5a96", firmware["pd"]),
-    )
     devices: list[dict[str, Any]] = [{"Name": "DGX Spark Platform Key", "Version": "2025"}]
-    devices += [{"Name": name, "Guid": [guid], "Version": version} for name, guid, version in names]
+    for name, (guid, version) in FIRMWARE.items():
+        devices.append({"Name": name.partition(" (")[0], "Guid": [guid], "Version": version})
     print(json.dumps({"Devices": devices}, indent=2))
     return 0
 
@@ -289,6 +296,11 @@ def chronyc(_arguments: list[str]) -> int:
         f"C000027B,{clock['server']},3,1789900000.000000000,{clock['offset_s']},0.000001,0.000002,-1.2,0,0.1,0.01,0.001,64.0,Normal"
     )
     return 0
+
+
+def install(root: Path) -> None:
+    """Put tools, state and tree below ``root``, the root of a host's disk."""
+    reset(root / "usr/local/bin", root / "etc/gb10-doubles.json", root / "etc/gb10-doubles/root")
 
 
 def reset(binaries: Path, state: Path, tree: Path) -> None:
@@ -320,8 +332,7 @@ def change(key: str, value: str) -> None:
 def gb10_doubles(arguments: list[str]) -> int:
     verb, *rest = arguments or ["help"]
     if verb == "install":
-        root = Path(rest[0])
-        reset(root / "usr/local/bin", root / "etc/gb10-doubles.json", root / "etc/gb10-doubles/root")
+        install(Path(rest[0]))
     elif verb == "reset":
         reset(Path(__file__).resolve().parent, STATE, TREE)
         VOLATILE.unlink(missing_ok=True)

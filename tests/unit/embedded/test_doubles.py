@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from embedded.doubles.gb10_doubles import install
+
 PROJECT = Path(__file__).resolve().parents[3]
 RECORDED = PROJECT / "tests/fixtures/nvidia_smi"
 FIELDS = (RECORDED / "query_fields.txt").read_text().strip()
@@ -18,7 +20,7 @@ class Host:
     """A folder with the doubles, as the root of one host's disk."""
 
     def __init__(self, root: Path) -> None:
-        subprocess.run([PROJECT / "embedded/doubles/gb10_doubles.py", "install", root], check=True)
+        install(root)
         self.state = root / "etc/gb10-doubles.json"
         path = f"{root}/usr/local/bin:{os.environ['PATH']}"
         self.environment = {**os.environ, "GB10_DOUBLES_STATE": str(self.state), "PATH": path}

@@ -15,6 +15,8 @@ import pytest
 from ansible.module_utils.gb10.host_info import Fact
 from ansible.module_utils.testing import patch_module_args
 
+from embedded.doubles.gb10_doubles import install
+
 PROJECT = Path(__file__).resolve().parents[3]
 
 
@@ -27,7 +29,7 @@ def run(module: Any, arguments: dict[str, Any], capsys: pytest.CaptureFixture[st
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The root of a host with the doubles first on PATH."""
-    subprocess.run([PROJECT / "embedded/doubles/gb10_doubles.py", "install", tmp_path], check=True)
+    install(tmp_path)
     monkeypatch.setenv("GB10_DOUBLES_STATE", str(tmp_path / "etc/gb10-doubles.json"))
     monkeypatch.setenv("PATH", f"{tmp_path}/usr/local/bin:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", "")

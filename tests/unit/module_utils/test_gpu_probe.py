@@ -14,6 +14,8 @@ import pytest
 from ansible.module_utils.gb10 import gpu_probe
 from ansible.module_utils.gb10.gpu_probe import ClockSampler, parse_clock_line, rate, scaled
 
+from embedded.doubles.gb10_doubles import install
+
 PROJECT = Path(__file__).resolve().parents[3]
 
 LINES = [
@@ -78,7 +80,7 @@ def test_scaled_keeps_the_timeline_and_rounds() -> None:
 
 @pytest.fixture
 def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    subprocess.run([PROJECT / "embedded/doubles/gb10_doubles.py", "install", tmp_path], check=True)
+    install(tmp_path)
     monkeypatch.setenv("GB10_DOUBLES_STATE", str(tmp_path / "etc/gb10-doubles.json"))
     monkeypatch.setenv("PATH", f"{tmp_path}/usr/local/bin:{os.environ['PATH']}")
     return tmp_path
