@@ -114,8 +114,12 @@ def main() -> None:
     except fabric_path.PathError as error:
         module.fail_json(msg=str(error))
     keep = fabric_path.good(outcomes, peers)
-    if keep and not module.check_mode:
-        fabric_path.remember(memory, conditions, outcomes)
+    if not module.check_mode:
+        if keep:
+            fabric_path.remember(memory, conditions, outcomes)
+        else:
+            # What was proven earlier under the same conditions is no longer true.
+            memory.unlink(missing_ok=True)
     module.exit_json(changed=keep, paths=outcomes, remembered=False)
 
 

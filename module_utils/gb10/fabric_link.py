@@ -240,7 +240,6 @@ def facts(
         "address": fabric_address,
         "interface": "",
         "boot_id": _text(root / "proc/sys/kernel/random/boot_id").strip(),
-        "port_range": [int(n) for n in _text(root / "proc/sys/net/ipv4/ip_local_port_range").split()],
         "fault": "",
         "next_step": "",
         "rdma": None,

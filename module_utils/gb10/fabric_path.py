@@ -33,7 +33,7 @@ class PathError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """Another host as the fabric's facts describe it; ``present``: it takes part in this run."""
+    """Another host of this run as the fabric's facts describe it."""
 
     host: str
     address: str
@@ -41,7 +41,6 @@ class Peer:
     mac: str
     boot_id: str
     firmware: str
-    present: bool = True
 
 
 @dataclass(frozen=True)
@@ -198,8 +197,7 @@ def connect(source: str, peer: Peer, port: int, seconds: float) -> str:
             outcome = "timeout"
         except OSError as error:
             outcome = f"unreachable ({error.strerror})"
-        # A refusal proves that packets pass; one that is absent from this run can do no more.
-        if time.monotonic() >= deadline or (not peer.present and outcome == "refused"):
+        if time.monotonic() >= deadline:
             return outcome
         time.sleep(0.3)
 
@@ -224,7 +222,7 @@ def probe_paths(
             thread.join()
         # Stay until every peer has been here too, or it would read this host's early end as a refusal.
         deadline = time.monotonic() + wait_s
-        expected = {p.address for p in peers if p.present and tcp[p.host] == "open"}
+        expected = {p.address for p in peers if tcp[p.host] == "open"}
         while not expected <= listener.seen and time.monotonic() < deadline:
             time.sleep(0.1)
     finally:

@@ -554,18 +554,6 @@ def resolve(
         sleep(0.5)
 
 
-def wait_for_address(address: str, timeout: float, *, netdevs: Callable[[], list[Netdev]] = read_netdevs) -> Netdev:
-    """The interface that carries ``address``, waited for at most ``timeout`` seconds; RoceError otherwise."""
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            return carrier(netdevs(), ipaddress.ip_address(address))
-        except RoceError as error:
-            if not error.transient or time.monotonic() >= deadline:
-                raise
-        time.sleep(0.5)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the environment of this host's rank, or write it as an EnvironmentFile of systemd."""
     parser = argparse.ArgumentParser(prog="gb10.roce", description="Resolve the fabric environment of this host.")

@@ -87,12 +87,13 @@ def test_path_is_tested_once_and_then_remembered(run, tmp_path, monkeypatch):
     assert len(tested) == 2
 
 
-def test_path_remembers_nothing_in_check_mode_nor_a_bad_result(run, tmp_path, monkeypatch):
+def test_path_remembers_nothing_in_check_mode_and_forgets_after_a_bad_result(run, tmp_path, monkeypatch):
     memory = tmp_path / "memory.json"
     monkeypatch.setattr(fabric_path, "probe_paths", lambda *_, **__: [GOOD])
     run("path", own=OWN, peers=[PEER], memory=str(memory), _ansible_check_mode=True)
     assert not memory.exists()
 
+    memory.write_text("{}")
     bad = fabric_path.Outcome("b", "192.168.192.2", 9000, 3, 0, "", "open", (), "enp1s0f0np0")
     monkeypatch.setattr(fabric_path, "probe_paths", lambda *_, **__: [bad])
     result = run("path", own=OWN, peers=[PEER], memory=str(memory))
