@@ -94,6 +94,20 @@ def test_one_fault_gives_one_finding(
     assert finding.sentence() in verdict.report()
 
 
+STAGES = {"host_parity", "gpu_clock", "gpu_clock_prove"}
+
+
+@pytest.mark.parametrize("fault", ALL_FAULTS, ids=[f"{number}-{one['name']}" for number, one in enumerate(ALL_FAULTS)])
+def test_every_fault_says_how_where_and_what(fault: dict[str, Any]) -> None:
+    assert (
+        {"name", "inject", "stage", "sentence"}
+        <= set(fault)
+        <= {"name", "inject", "stage", "sentence", "hosts", "vars"}
+    )
+    assert fault["stage"] in STAGES
+    assert subprocess.run(["sh", "-n", "-c", fault["inject"]]).returncode == 0
+
+
 def test_there_are_at_least_25_single_faults() -> None:
     assert len({(fault["name"], fault["inject"]) for fault in FAULTS}) >= 25
 
