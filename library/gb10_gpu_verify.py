@@ -23,14 +23,14 @@ options:
     type: bool
     default: false
   python:
-    description: Python with torch, the engine's; required with O(prove).
+    description: Python that runs the engine; required with O(prove).
     type: path
   package:
     description: Folder with the project's own package C(gb10) on the host.
     type: path
     default: /usr/local/lib/gb10-fleet
   python_path:
-    description: Folders for its C(PYTHONPATH), after O(package).
+    description: Folders for its C(PYTHONPATH) after O(package); torch is in one of them.
     type: list
     elements: path
     default: []
@@ -50,7 +50,8 @@ EXAMPLES = r"""
   gb10_gpu_verify:
     lock: 0,2200
     prove: true
-    python: /opt/gb10/engine/bin/python
+    python: /usr/bin/python3
+    python_path: [/opt/gb10/current/site]
 """
 
 RETURN = r"""

@@ -41,8 +41,7 @@ NCCL_PLACES = (
     "/usr/lib/*-linux-gnu/libnccl.so.2",
     "/usr/local/lib/libnccl.so.2",
     "/usr/local/cuda/lib64/libnccl.so.2",
-    "/opt/*/lib/python3*/site-packages/nvidia/nccl/lib/libnccl.so.2",
-    "/opt/*/*/lib/python3*/site-packages/nvidia/nccl/lib/libnccl.so.2",
+    "/opt/gb10/environments/*/nvidia/nccl/lib/libnccl.so.2",
 )
 
 # What a kernel command line says about one host alone, or about the kernel that is compared by itself.
