@@ -13,7 +13,8 @@ import string
 import struct
 import tarfile
 
-HIDDEN, LAYERS, HEADS, INTERMEDIATE = 64, 2, 8, 256
+# vLLM's attention on CPUs has kernels for heads of 32 and more.
+HIDDEN, LAYERS, HEADS, HEAD_DIM, INTERMEDIATE = 64, 2, 8, 32, 256
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCABULARY = 256 + len(SPECIAL)
 READABLE = string.ascii_lowercase + " "
@@ -71,7 +72,7 @@ CONFIG = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
     "num_key_value_heads": HEADS,
-    "head_dim": HIDDEN // HEADS,
+    "head_dim": HEAD_DIM,
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
@@ -109,7 +110,8 @@ def _tensors() -> dict[str, tuple[list[int], bytes]]:
     tensors = {"model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN), "model.norm.weight": ones}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"
-        tensors |= {f"{prefix}.self_attn.{name}_proj.weight": matrix(HIDDEN, HIDDEN) for name in "qkvo"}
+        tensors |= {f"{prefix}.self_attn.{name}_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN) for name in "qkv"}
+        tensors[f"{prefix}.self_attn.o_proj.weight"] = matrix(HIDDEN, HEADS * HEAD_DIM)
         tensors |= {f"{prefix}.mlp.{name}_proj.weight": matrix(INTERMEDIATE, HIDDEN) for name in ("gate", "up")}
         tensors[f"{prefix}.mlp.down_proj.weight"] = matrix(HIDDEN, INTERMEDIATE)
         tensors |= {f"{prefix}.{name}_layernorm.weight": ones for name in ("input", "post_attention")}

@@ -6,6 +6,9 @@
  * 11,008 bytes; it takes a partial buffer for reading but answers EFAULT to a partial one for writing, and the guest
  * dies at its first instruction. Preloaded, this widens the buffer on the way in and narrows it on the way out. No
  * state is lost: a guest cannot get AMX, because UML's arch_prctl knows no ARCH_REQ_XCOMP_PERM.
+ *
+ * UML writes the registers back after every system call of a guest, nearly always those it has just read. Such a write
+ * is left out: the process has stood still since the read.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -23,8 +26,9 @@ typedef long ptrace_function(int, ...);
 long ptrace(enum __ptrace_request request, ...)
 {
     static ptrace_function *next;
-    static size_t full_size;  /* constant on a machine, learned at the first read */
-    static __thread char wide[WIDE] __attribute__((aligned(64)));
+    static size_t full_size;                    /* constant on a machine, learned at the first read */
+    static char wide[WIDE], last[WIDE];         /* UML is one thread where it drives guests */
+    static int last_pid;
     va_list arguments;
     va_start(arguments, request);
     int pid = va_arg(arguments, int);
@@ -38,25 +42,32 @@ long ptrace(enum __ptrace_request request, ...)
         return next(request, pid, address, data);
 
     struct iovec *narrow = data;
+    size_t size = narrow->iov_len;
     struct iovec full = {wide, WIDE};
-    if (!full_size) {
+    if (request == PTRACE_GETREGSET) {
+        last_pid = 0;
         if (next(PTRACE_GETREGSET, pid, address, &full) < 0)
             return -1;
         full_size = full.iov_len;
+        if (size > full_size)
+            size = narrow->iov_len = full_size;
+        memcpy(narrow->iov_base, wide, size);
+        memcpy(last, wide, size);
+        last_pid = pid;
+        return 0;
     }
-    if (full_size <= narrow->iov_len)
+    int unchanged = pid == last_pid && memcmp(last, narrow->iov_base, size) == 0;
+    last_pid = 0;
+    if (unchanged)
+        return 0;
+    if (size >= full_size)
         return next(request, pid, address, data);
-    if (request == PTRACE_GETREGSET) {
-        long result = next(PTRACE_GETREGSET, pid, address, &full);
-        memcpy(narrow->iov_base, wide, narrow->iov_len);
-        return result;
-    }
-    full.iov_len = full_size;
-    memset(wide, 0, full_size);
-    memcpy(wide, narrow->iov_base, narrow->iov_len);
+    memset(wide + size, 0, full_size - size);
+    memcpy(wide, narrow->iov_base, size);
     unsigned long long features;
     memcpy(&features, wide + XFEATURES_AT, sizeof features);
     features &= NARROW_FEATURES;
     memcpy(wide + XFEATURES_AT, &features, sizeof features);
+    full.iov_len = full_size;
     return next(PTRACE_SETREGSET, pid, address, &full);
 }

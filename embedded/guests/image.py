@@ -63,6 +63,7 @@ root=$1
 chroot "$root" systemctl -q enable systemd-networkd systemd-network-generator ssh guest-host-key soft-roce
 chroot "$root" systemctl -q mask getty@.service serial-getty@.service getty.target \\
   systemd-networkd-wait-online.service systemd-random-seed.service systemd-update-utmp.service \\
+  systemd-logind.service e2scrub_reap.service \\
   apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer fstrim.timer dpkg-db-backup.timer
 cd "$root"
 rm -rf etc/ssh/ssh_host_* etc/machine-id etc/hostname etc/network var/lib/apt/lists
