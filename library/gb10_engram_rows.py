@@ -52,6 +52,10 @@ options:
     description: A JSON file with C(done_bytes), C(total_bytes) and C(started), rewritten every second.
     type: path
     default: /run/gb10/progress/engram.json
+  unit:
+    description:
+      - With C(verified), a running unit whose journal must say that it reads exactly these rows from this copy.
+    type: str
   timeout: {description: Seconds to wait for the source to answer at all., type: float, default: 10}
 author: [gb10-fleet maintainers (@gb10-fleet)]
 """
@@ -101,7 +105,9 @@ from ansible.module_utils.gb10 import engram_rows
 from ansible.module_utils.gb10.engram_layout import EngramLayoutError, parse_config, rank_ranges, rank_rows, read_config
 from ansible.module_utils.gb10.engram_pack import pack_bytes
 from ansible.module_utils.gb10.engram_rows import EngramRowsError, Identity, Options, Outcome
+from ansible.module_utils.gb10.host_command import CommandError, run_bounded
 from ansible.module_utils.gb10.nfs import bounded, read_one_byte
+from ansible.module_utils.gb10.systemd import SystemdError, show
 
 
 def argument_spec() -> dict:
@@ -119,6 +125,7 @@ def argument_spec() -> dict:
         "workers": {"type": "int", "default": 4},
         "margin_gb": {"type": "float", "default": 1},
         "progress": {"type": "path", "default": "/run/gb10/progress/engram.json"},
+        "unit": {"type": "str"},
         "timeout": {"type": "float", "default": 10},
     }
 
@@ -151,6 +158,18 @@ def read_rows(params: dict) -> list:
     return rank_rows(source, params["tp"], params["rank"])
 
 
+def read_journal(unit: str) -> str:
+    """What the unit's running invocation has written."""
+    state = show(unit)[unit]
+    if state.active != "active":
+        raise EngramRowsError(f"{unit}: is {state.active}, wanted active: start the group with playbooks/serve.yml")
+    argv = ["journalctl", "--no-pager", "--output=cat", f"_SYSTEMD_INVOCATION_ID={state.invocation}"]
+    status, text = run_bounded(argv, 60)
+    if status:
+        raise EngramRowsError(f"journalctl failed with {status}: {text.strip()}")
+    return text
+
+
 def apply(params: dict, result: dict, check: bool) -> None:
     """Bring the copy to ``state``; fills ``result`` as far as it comes."""
     directory = Path(params["directory"])
@@ -169,10 +188,13 @@ def apply(params: dict, result: dict, check: bool) -> None:
     result["faults"] = engram_rows.verify(
         directory, params["rank"], params["tp"], params["revision"], ranges, level, options
     )
+    if params["state"] == "verified":
+        if params["unit"]:
+            result["faults"] += engram_rows.check_journal(read_journal(params["unit"]), directory, ranges)
+        if result["faults"]:
+            raise EngramRowsError("\n".join(result["faults"]))
     if not result["faults"]:
         return
-    if params["state"] == "verified":
-        raise EngramRowsError("\n".join(result["faults"]))
     engram_rows.check_local(directory)
     try:
         require_source(params)
@@ -213,7 +235,7 @@ def main() -> None:
     result = {"changed": False, "action": "keep", "faults": [], **vars(Outcome())}
     try:
         apply(module.params, result, module.check_mode)
-    except (EngramLayoutError, EngramRowsError) as error:
+    except (EngramLayoutError, EngramRowsError, SystemdError, CommandError) as error:
         module.fail_json(msg=str(error), **result)
     result["diff"] = {"before": "".join(f"{fault}\n" for fault in result["faults"]), "after": after(result)}
     module.exit_json(**result)

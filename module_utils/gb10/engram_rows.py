@@ -20,6 +20,7 @@ import functools
 import json
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -68,9 +69,10 @@ CONSTANTS = {
     "segment_bytes": SEGMENT_BYTES,
     "complete": True,
 }
+JOURNAL_LINE = re.compile(r"Engram layer (\d+) (rows \[\d+, \d+\) read from .+?) \([^()]*\)$", re.MULTILINE)
 LEVELS = ("manifest", "sampled", "whole")
 SAMPLED_SEGMENTS = 64
-SAMPLED_ROWS = 1000
+SAMPLED_ROWS = 256
 
 Ranges = Mapping[int, tuple[int, int]]
 
@@ -200,6 +202,25 @@ def verify(
     faults = check_copy(directory, rank, tp, revision, ranges)
     if not faults and level != "manifest":
         faults = _describe(directory, damaged_segments(directory, level, options))
+    return faults
+
+
+def check_journal(text: str, directory: Path, ranges: Ranges) -> list[str]:
+    """Whether a started rank says that it reads exactly these rows from this copy, and nothing else.
+
+    ``text`` is its journal since the start; the patched vLLM writes one line a layer.
+    """
+    wanted = {
+        layer: f"rows [{start}, {end}) read from {directory / _names(layer)[0]}"
+        for layer, (start, end) in ranges.items()
+    }
+    faults = []
+    said = [(int(layer), what) for layer, what in JOURNAL_LINE.findall(text)]
+    for layer, what in said:
+        if what != wanted.get(layer):
+            faults.append(f"journal: layer {layer} {what}, wanted {wanted.get(layer, 'no such layer')}")
+    for layer in wanted.keys() - {layer for layer, _ in said}:
+        faults.append(f"journal: no line on layer {layer}, wanted {wanted[layer]}; is the engine patched?")
     return faults
 
 

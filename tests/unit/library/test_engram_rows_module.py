@@ -133,3 +133,18 @@ def test_too_little_space_is_refused_before_writing(run, tmp_path):
     assert "free them or choose another directory" in refused["msg"]
     assert files(tmp_path) == []
     assert not Path(tmp_path, "engram/manifest.json").exists()
+
+
+def test_a_running_rank_is_held_to_its_journal(run, monkeypatch):
+    copied = run()
+    monkeypatch.setattr(gb10_engram_rows, "read_journal", lambda unit: "")
+    refused = run(state="verified", unit="vllm-rank.service")
+    assert refused["failed"]
+    assert len(refused["faults"]) == 2
+    directory = Path(copied["invocation"]["module_args"]["directory"])
+    text = "".join(
+        f"Engram layer {layer} rows [{a}, {b}) read from {directory / f'layer-{layer}.rows'} (row pack)\n"
+        for layer, (a, b) in copied["ranges"].items()
+    )
+    monkeypatch.setattr(gb10_engram_rows, "read_journal", lambda unit: text)
+    assert run(state="verified", unit="vllm-rank.service")["faults"] == []

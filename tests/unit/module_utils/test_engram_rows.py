@@ -477,3 +477,31 @@ def test_the_command_names_every_fault(copy, small, capsys):
     assert "rank is 1, wanted 0" in capsys.readouterr().err
     assert engram_rows.main([*argv, "--rank=2"]) == 1
     assert "rank is 2, wanted one of [0, 2)" in capsys.readouterr().err
+
+
+JOURNAL = """\
+INFO [engram_disk.py:954] Engram layer 1 rows [10, 20) read from /var/lib/gb10/engram/layer-1.rows (row pack)
+INFO [engram_disk.py:954] Engram layer 14 rows [11, 21) read from /var/lib/gb10/engram/layer-14.rows (row pack)
+INFO [core.py:1] Application startup complete.
+"""
+JOURNALS = [
+    (JOURNAL, []),
+    (JOURNAL.splitlines()[0], ["no line on layer 14, wanted rows [11, 21) read from"]),
+    ("", ["no line on layer 1,", "no line on layer 14,"]),
+    (
+        JOURNAL.replace("[10, 20)", "[0, 10)"),
+        ["layer 1 rows [0, 10) read from /var/lib/gb10/engram/layer-1.rows, wanted rows [10"],
+    ),
+    (
+        JOURNAL.replace("/var/lib/gb10/engram/layer-14.rows (row pack)", "/srv/models/m/a.safetensors (checkpoint)"),
+        ["layer 14 rows [11, 21) read from /srv/models/m/a.safetensors, wanted"],
+    ),
+    (JOURNAL + JOURNAL.replace("layer 1 ", "layer 2 "), ["layer 2 rows [10, 20)"]),
+]
+
+
+@pytest.mark.parametrize(("text", "messages"), JOURNALS)
+def test_a_started_rank_must_say_that_it_reads_its_own_rows(text, messages):
+    found = sorted(engram_rows.check_journal(text, Path("/var/lib/gb10/engram"), {1: (10, 20), 14: (11, 21)}))
+    assert len(found) == len(messages)
+    assert all(message in fault for message, fault in zip(messages, found, strict=True)), found
