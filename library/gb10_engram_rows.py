@@ -177,6 +177,8 @@ def apply(params: dict, result: dict, check: bool) -> None:
         there = bool(engram_rows.present(directory)) if check else engram_rows.remove(directory)
         result.update(action="remove" if there else "keep", changed=there)
         return
+    if not params["revision"]:
+        raise EngramRowsError("revision is empty: pin the checkpoint's revision in the profile")
     if not params["config"]:
         require_source(params)
     ranges = read_ranges(params)

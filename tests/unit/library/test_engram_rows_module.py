@@ -119,6 +119,10 @@ def test_a_rank_without_rows_is_refused(run):
     assert "rank 6 of 7 owns no rows of layer 1, layer 14: 24 hash columns" in refused["msg"]
 
 
+def test_an_unpinned_revision_is_refused(run):
+    assert "pin the checkpoint's revision" in run(revision="")["msg"]
+
+
 def test_a_source_that_never_answers_is_given_up(run, monkeypatch):
     monkeypatch.setattr(gb10_engram_rows, "read_one_byte", lambda path: lambda: time.sleep(60))
     begun = time.monotonic()
