@@ -43,13 +43,12 @@ class Sizes:
     copy_bytes: int
     burn_dtype: str
     gemv_dtype: str
-    gemv_layout: str
 
 
 # 4096 and 6x5120 @ 5120x16384 are the sizes of the figures published for GB10 (75-90 TFLOPS, 224-233 GB/s).
-CUDA_SIZES = Sizes(4096, 6, 5120, 16384, 256 << 20, "float16", "bfloat16", "nk")
+CUDA_SIZES = Sizes(4096, 6, 5120, 16384, 256 << 20, "float16", "bfloat16")
 # A CPU has no fast fp16 GEMM; the embedded hosts share two cores, so seconds must be enough.
-CPU_SIZES = Sizes(512, 6, 1024, 4096, 16 << 20, "float32", "float32", "nk")
+CPU_SIZES = Sizes(512, 6, 1024, 4096, 16 << 20, "float32", "float32")
 
 
 def parse_number(text: str) -> float | None:
@@ -129,9 +128,7 @@ class Load:
         )
         self._c = torch.empty_like(self._a)
         self._x = torch.randn(sizes.rows, sizes.k, device=device).to(gemv_dtype)
-        # "nk" is how a linear layer stores its weight, "kn" the plain product of the published figures.
-        w = torch.randn(sizes.n, sizes.k, device=device).div_(16).to(gemv_dtype)
-        self._w = w.t() if sizes.gemv_layout == "nk" else w.t().contiguous()
+        self._w = torch.randn(sizes.k, sizes.n, device=device).div_(16).to(gemv_dtype)
         self._y = torch.empty(sizes.rows, sizes.n, device=device, dtype=gemv_dtype)
         self._src = torch.ones(sizes.copy_bytes, device=device, dtype=torch.uint8)
         self._dst = torch.empty_like(self._src)
@@ -225,8 +222,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sizes = CUDA_SIZES if device == "cuda" else CPU_SIZES
     if options.size:
         sizes = replace(sizes, burn=options.size)
-    if options.gemv_layout:
-        sizes = replace(sizes, gemv_layout=options.gemv_layout)
     sampler = ClockSampler(smi, options.sample_ms)
     try:
         load = Load(torch, device, sizes)
@@ -257,7 +252,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--gemv-seconds", type=float, default=20.0)
     parser.add_argument("--copy-seconds", type=float, default=2.0)
     parser.add_argument("--size", type=int, default=0, help="side of the burn's square matrices")
-    parser.add_argument("--gemv-layout", choices=("nk", "kn"), default="")
     parser.add_argument("--sample-ms", type=int, default=200)
     parser.add_argument("--nvidia-smi", default="nvidia-smi")
     parser.add_argument("--json", action="store_true", help="the whole object, timelines included")

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -34,27 +33,40 @@ def test_clock_line(line: str, values: tuple[float, ...] | None) -> None:
     assert (tuple(sample.values())[1:] if sample else None) == values
 
 
+class FakeTime:
+    """A clock that only work and sleep move."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    perf_counter = time
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 class FakeLoad(gpu_probe.Load):
     """A device on which every call takes a millisecond."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.cuda = False
+    def __init__(self, clock: FakeTime) -> None:
+        self.cuda, self.clock = False, clock
 
     def operation(self) -> None:
-        self.calls += 1
-        time.sleep(0.001)
+        self.clock.sleep(0.001)
 
 
-def test_rate_is_work_over_the_time_of_the_bursts() -> None:
-    load = FakeLoad()
-    result = rate(load, load.operation, work=1000, seconds=0.4, pause_s=0.05)
-    # 1000 units of work a millisecond, and never more; pauses must not count, a busy machine may stretch the sleeps.
-    assert 300_000 < result["mean"] <= 1_000_000
-    assert result["p10"] <= result["p50"] <= result["max"] <= 1_000_000
-    assert load.calls > 60
-    times = [t for t, _ in result["timeline"]]
-    assert all(later - earlier > 0.05 for earlier, later in pairwise(times))
+def test_rate_is_work_over_the_time_of_the_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeTime()
+    monkeypatch.setattr(gpu_probe, "time", clock)
+    load = FakeLoad(clock)
+    result = rate(load, load.operation, work=1000, seconds=0.95, pause_s=0.030)
+    # 70 calls a burst, every 100 ms; the pauses do not count.
+    assert [round(t - result["start"], 3) for t, _ in result["timeline"]] == [round(0.1 * n, 3) for n in range(10)]
+    for key in ("mean", "p10", "p50", "max"):
+        assert result[key] == pytest.approx(1_000_000)
 
 
 def test_scaled_keeps_the_timeline_and_rounds() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +102,17 @@ def test_floors_of_the_inventory_decide() -> None:
     cpu = Floors(tflops=0.01, gemv_fast=1.0, gemv_slow=0.5)
     assert judge(probe(0.12, gemv=9.0), cpu).faults == []
     assert judge(probe(0.005, gemv=9.0), cpu).state == "weak"
+
+
+def test_a_real_card_at_its_power_cap() -> None:
+    """An H200 measured on 2026-11-29: 633 TFLOPS at 690 W and 1.4 GHz, the power cap's bit set all along."""
+    measured = json.loads((Path(__file__).resolve().parents[2] / "fixtures/nvidia_smi/probe_h200.json").read_text())
+    verdict = judge(measured, Floors(tflops=500, sm_mhz=1000, gemv_fast=3000, gemv_slow=2000))
+    assert (verdict.state, verdict.memory, verdict.faults) == ("healthy", "fast", [])
+    assert verdict.notes == ["throttle reasons seen at full rate: SW power cap"]
+    assert verdict.figures["gemv_gb_s"] > 0.8 * verdict.figures["copy_gb_s"]
+    assert [second for second, _ in verdict.timeline] == list(range(1795973753, 1795973764))
+    assert judge(measured, Floors(tflops=500, sm_mhz=1800, gemv_fast=3000)).state == "throttled"
 
 
 NOT_MEASURED = [
