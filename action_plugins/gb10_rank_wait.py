@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
-SILENCE_S = 10  # the longest time without a line on the operator's screen
+SILENCE_S = 8  # the longest time without a line on the operator's screen
 
 display = Display()
 
@@ -43,9 +44,27 @@ def progress_line(fleet: list[str], notes: dict[str, dict[str, Any]], elapsed: f
     return f"  {elapsed:4.0f} s  {phases}"
 
 
+class Ticker(threading.Thread):
+    """Shows the board while the action waits for its host: at every change, and at least every SILENCE_S."""
+
+    def __init__(self, board: Board, fleet: list[str]) -> None:
+        super().__init__(daemon=True)
+        self.board, self.fleet = board, fleet
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        started = last = time.monotonic()
+        shown = ""
+        while not self.over.wait(1):
+            line = progress_line(self.fleet, self.board.read(), time.monotonic() - started)
+            if line[8:] != shown or time.monotonic() - last >= SILENCE_S:
+                display.display(line, color=constants.COLOR_VERBOSE)
+                shown, last = line[8:], time.monotonic()
+
+
 def verdict(host: str, head: str, notes: dict[str, dict[str, Any]]) -> str | None:
     """None: go on waiting. Empty text: the model serves. Other text: why the launch is lost."""
-    own = notes[host]
+    own = notes.get(host, {})
     if own.get("fault"):
         return str(own["fault"])
     lost = [f"{other}: {note['fault']}" for other, note in sorted(notes.items()) if note.get("fault")]
@@ -66,26 +85,52 @@ class ActionModule(ActionBase):
         host = (task_vars or {})["inventory_hostname"]
         fleet, head, launch_id = list(arguments["fleet"]), arguments["head"], arguments["launch_id"]
         board = Board(launch_id)
-        started = last_shown = time.monotonic()
-        shown = ""
+        ticker = Ticker(board, fleet)
+        if host == head:
+            ticker.start()
+        try:
+            return self._follow(arguments, host, head, launch_id, board, task_vars)
+        finally:
+            ticker.over.set()
+
+    def _follow(
+        self,
+        arguments: dict[str, Any],
+        host: str,
+        head: str,
+        launch_id: str,
+        board: Board,
+        task_vars: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Look at this host and at the board until one of them decides.
+
+        The look blocks on the host for as long as nothing happens there, so it has a thread of its own: news from
+        another host end this action at once, and the look that is under way is left to end by itself.
+        """
+        started = time.monotonic()
         state: dict[str, Any] = {}
+
+        def look() -> None:
+            nonlocal state
+            while True:
+                note, state = self._look(arguments, host == head, launch_id, state, task_vars)
+                board.post(host, note)
+                if note.get("fault") or note.get("text"):
+                    return
+
+        threading.Thread(target=look, daemon=True).start()
         while True:
-            note, state = self._look(arguments, host == head, launch_id, state, task_vars)
-            board.post(host, note)
             notes = board.read()
             outcome = verdict(host, head, notes)
             elapsed = time.monotonic() - started
             if outcome is None and elapsed > float(arguments["timeout"]):
-                outcome = f"no token {elapsed:.0f} s after the start, wanted one in {arguments['timeout']} s; {note}"
-                board.post(host, note | {"fault": outcome})
-            line = progress_line(fleet, notes, elapsed)
-            if host == head and (line[8:] != shown or time.monotonic() - last_shown >= SILENCE_S - 2):
-                display.display(line, color=constants.COLOR_VERBOSE)
-                shown, last_shown = line[8:], time.monotonic()
+                outcome = f"no token {elapsed:.0f} s after the start, wanted one in {arguments['timeout']} s"
+                board.post(host, notes.get(host, {}) | {"fault": outcome})
             if outcome:
                 return {"failed": True, "changed": True, "msg": outcome, "rank": state}
             if outcome == "":
                 return {"changed": True, "seconds": round(elapsed), "text": notes[head]["text"], "rank": state}
+            time.sleep(0.5)
 
     def _look(
         self,

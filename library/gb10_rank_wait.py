@@ -16,7 +16,7 @@ options:
   launch_id: {description: The launch that every rank has to be in., type: str, required: true}
   completion: {description: "The completion that proves readiness, as for M(gb10_rank_info).", type: dict, required: true}
   timeout: {description: Seconds until the first token., type: float, required: true}
-  poll: {description: Seconds between two looks when nothing happens., type: float, default: 8}
+  poll: {description: Seconds that one look waits on a host for something to happen., type: float, default: 45}
 author: [gb10-fleet maintainers (@gb10-fleet)]
 """
 
@@ -28,7 +28,6 @@ EXAMPLES = r"""
     launch_id: 0123456789ab
     completion: {base_url: "http://127.0.0.1:8000", model: tiny, prompt: "the"}
     timeout: 900
-    poll: 8
 """
 
 RETURN = r"""

@@ -11,6 +11,7 @@ import os
 import pwd
 import random
 import re
+import select
 import subprocess
 import time
 import uuid
@@ -104,11 +105,11 @@ def phase_of(journal: str) -> Phase:
 
 
 def journal(unit: Unit, lines: int | None = None) -> str:
-    """Text that the unit's present (or last) invocation wrote, the last LINES of it when given."""
-    if not unit.invocation:
-        return ""
-    command = ["journalctl", "--no-pager", "-q", "-o", "cat", f"_SYSTEMD_INVOCATION_ID={unit.invocation}"]
-    command += ["--lines", str(lines)] if lines else []
+    """Text of the unit's present invocation, or of the last one when it is down; the last LINES of it when given."""
+    # systemd forgets the invocation of a unit that ended well, and vLLM ends with exit code 0 when its engine dies.
+    which = f"_SYSTEMD_INVOCATION_ID={unit.invocation}" if unit.invocation else f"--unit={unit.name}"
+    command = ["journalctl", "--no-pager", "-q", "-o", "cat", which]
+    command += ["--lines", str(lines or ("all" if unit.invocation else 60))]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False)
     return result.stdout
 
@@ -192,16 +193,37 @@ def drift(wanted: dict[str, Any], actual: dict[str, Any]) -> str:
 
 
 def wait(known_order: int, known_phase: str, seconds: float) -> dict[str, Any]:
-    """Return `state` as soon as the phase is another than KNOWN or the rank is down, at the latest after SECONDS."""
+    """Return `state` as soon as the phase is another than KNOWN or the rank is down, at the latest after SECONDS.
+
+    Follows the journal through one child and looks at /proc, so that waiting takes nothing from a rank that loads.
+    """
     deadline = time.monotonic() + seconds
-    while True:
+    unit = show(UNIT)[UNIT]
+    while unit.active in ("active", "activating") and not unit.main_pid and time.monotonic() < deadline:
+        time.sleep(1)  # the pre-start step still runs
         unit = show(UNIT)[UNIT]
-        if unit.active not in ("active", "activating"):
-            return state()
-        phase = phase_of(journal(unit))
-        if (phase.order, phase.text) != (known_order, known_phase) or time.monotonic() >= deadline:
-            return state()
-        time.sleep(1)
+    if unit.active not in ("active", "activating") or not unit.main_pid:
+        return state()
+    command = ["journalctl", "--no-pager", "-q", "-o", "cat", "--lines=all", "--follow"]
+    follower = subprocess.Popen(
+        [*command, f"_SYSTEMD_INVOCATION_ID={unit.invocation}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert follower.stdout is not None  # noqa: S101 - a pipe was asked for
+    text, phase = "", STARTING
+    try:
+        while time.monotonic() < deadline and Path(f"/proc/{unit.main_pid}").exists():
+            if select.select([follower.stdout], [], [], 1)[0]:
+                text += os.read(follower.stdout.fileno(), 1 << 16).decode("utf-8", "replace")
+                lines, _, text = text.rpartition("\n")
+                phase = max(phase, phase_of(lines), key=lambda one: (one.order, one.percent))
+                if phase.order > known_order or (phase.order == known_order and phase.text != known_phase):
+                    break
+    finally:
+        follower.kill()
+        follower.wait()
+    if not Path(f"/proc/{unit.main_pid}").exists():
+        time.sleep(1)  # systemd needs a moment to see what the kernel has told already
+    return state()
 
 
 # --------------------------------------------------------------------------------------------- acting

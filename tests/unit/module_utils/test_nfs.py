@@ -1,0 +1,116 @@
+"""Mount tables, export tables and bounded probes."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from ansible.module_utils.gb10 import nfs
+
+STORE = Path("/srv/models")
+SOURCE = "10.10.0.11:/srv/models"
+RIGHT = "10.10.0.11:/srv/models /srv/models nfs4 ro,noatime,vers=4.2,softerr,proto=tcp 0 0"
+AUTOFS = "systemd-1 /srv/models autofs rw,relatime,fd=44,pgrp=1,timeout=0,direct 0 0"
+
+
+def fault(*lines: str, version: str = "4.2") -> str:
+    return nfs.mount_fault(nfs.layers(nfs.parse_mounts("\n".join(lines)), STORE), STORE, SOURCE, version)
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        ([RIGHT], ""),
+        ([AUTOFS, RIGHT], ""),
+        ([], "nothing is mounted, wanted 10.10.0.11:/srv/models"),
+        ([AUTOFS], "nothing is mounted"),
+        ([RIGHT.replace("srv/models /", "srv/models-2026-08 /")], "10.10.0.11:/srv/models-2026-08 (nfs4) is mounted"),
+        ([RIGHT.replace(" ro,", " rw,")], "is mounted read-write"),
+        ([RIGHT, RIGHT, RIGHT], "3 mounts stacked"),
+        ([RIGHT.replace("vers=4.2", "vers=3").replace("nfs4", "nfs")], "is mounted as NFS 3, wanted 4.2"),
+        (["/dev/sda1 /srv/models ext4 ro 0 0"], "/dev/sda1 (ext4) is mounted"),
+        ([RIGHT.replace("/srv/models nfs4", "/srv/models/more nfs4")], "nothing is mounted"),
+    ],
+)
+def test_live_mount_is_judged(lines, text):
+    found = fault(*lines)
+    assert (text in found) if text else found == ""
+
+
+def test_version_3_on_demand():
+    assert fault(RIGHT.replace("vers=4.2", "vers=3").replace("nfs4", "nfs"), version="3") == ""
+
+
+def test_octal_escapes_of_a_path():
+    assert nfs.parse_mounts(r"h:/a\040b /mnt/c\011d nfs ro 0 0")[0] == nfs.Mount(
+        "h:/a b", "/mnt/c\td", "nfs", frozenset({"ro"})
+    )
+
+
+def test_etab_is_read():
+    text = "/srv/models\t198.18.1.0/24(ro,sync,wdelay,root_squash,no_subtree_check,sec=sys,secure)\n"
+    exports = nfs.parse_etab(text)
+    assert {"ro", "root_squash"} <= exports["/srv/models", "198.18.1.0/24"]
+
+
+def test_probe_that_answers():
+    assert nfs.bounded(lambda: None, 5) == nfs.Probe()
+
+
+def test_probe_of_a_missing_file_names_it(tmp_path):
+    assert nfs.bounded(nfs.read_one_byte(tmp_path / "gone"), 5).fault == f"No such file or directory: {tmp_path}/gone"
+
+
+def test_probe_that_never_returns_is_given_up():
+    started = time.monotonic()
+    probe = nfs.bounded(lambda: time.sleep(60), 0.3)
+    assert probe.silent
+    assert time.monotonic() - started < 5
+
+
+def test_stale_handle_is_told_apart():
+    def stale() -> None:
+        raise OSError(116, os.strerror(116), "/srv/models")
+
+    assert nfs.bounded(stale, 5).stale
+
+
+def test_probe_leaves_no_child(tmp_path):
+    nfs.bounded(nfs.read_one_byte(tmp_path), 5)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "store" / "model"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "shard").write_text("x")
+    return folder
+
+
+def test_whole_checkpoint(checkpoint):
+    assert nfs.checkpoint_faults(checkpoint, ["config.json", "shard"]) == []
+
+
+def test_dangling_link_and_missing_file(checkpoint):
+    (checkpoint / "shard").unlink()
+    (checkpoint / "shard").symlink_to("../../blobs/ab")
+    first, second = nfs.checkpoint_faults(checkpoint, ["shard", "gone"])
+    assert "dangling link to ../../blobs/ab" in first
+    assert "gone: missing" in second
+
+
+def test_link_out_of_the_store_is_refused(checkpoint, tmp_path):
+    (tmp_path / "blob").write_text("x")
+    (checkpoint / "shard").unlink()
+    (checkpoint / "shard").symlink_to(tmp_path / "blob")
+    assert "outside the exported" in nfs.checkpoint_faults(checkpoint, ["shard"])[0]
+
+
+def test_folder_that_lets_nobody_in_is_named(checkpoint):
+    checkpoint.parent.chmod(0o750)
+    assert any(f"chmod o+x {checkpoint.parent}" in fault for fault in nfs.search_faults(checkpoint))
