@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from .doubles import gb10_doubles
 from .settings import CACHE, ENVIRONMENTS, GUEST_ENVIRONMENTS, IMAGES, SSH_KEY, EmbeddedError
 
 SUITE = "bookworm"
@@ -91,7 +92,9 @@ def ensure_image() -> Path:
     """Return the base image's path, building it when no image of this content exists."""
     ensure_ssh_key()
     version = modules_version()
-    recipe = "\0".join([SUITE, PACKAGES, version, CUSTOMIZE, DISK_SIZE, *(f"{k}\0{v}" for k, v in _files().items())])
+    doubles = Path(gb10_doubles.__file__).read_text()
+    files = (f"{name}\0{text}" for name, text in _files().items())
+    recipe = "\0".join([SUITE, PACKAGES, version, CUSTOMIZE, DISK_SIZE, doubles, *files])
     image = IMAGES / f"{hashlib.sha256(recipe.encode()).hexdigest()[:16]}.img"
     if image.exists():
         return image
@@ -124,5 +127,6 @@ def _build_tree(tree: Path, version: str) -> None:
         path.write_text(text)
     (tree / "root/.ssh").chmod(0o700)
     (tree / GUEST_ENVIRONMENTS.lstrip("/")).mkdir(parents=True)
+    gb10_doubles.install(tree)
     shutil.copytree(UML_MODULES / version, tree / "lib/modules" / version)
     subprocess.run(["sh", "-c", CUSTOMIZE, "customize", str(tree), version], check=True)
