@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import rank, release, roce
+from . import engram_layout, engram_rows, rank, release, roce
 from .files import write_json
 from .nfs import probe_mount
 
@@ -44,6 +44,18 @@ def _checkpoint_faults(wanted: dict[str, Any]) -> CheckedFaults:
     return []
 
 
+def _engram_faults(wanted: dict[str, Any]) -> CheckedFaults:
+    engram = wanted.get("engram")
+    if not engram:
+        return []
+    config = engram_layout.parse_config(engram["config"])
+    ranges = engram_layout.rank_ranges(config, wanted["world_size"], wanted["rank"])
+    faults = engram_rows.check_copy(
+        Path(engram["directory"]), wanted["rank"], wanted["world_size"], engram["revision"], ranges
+    )
+    return [f"{fault}: rerun playbooks/engram.yml" for fault in faults]
+
+
 def _memory_faults(wanted: dict[str, Any]) -> CheckedFaults:
     found, floor = rank.memory_available_mib(), wanted["memory_floor_mib"]
     if found >= floor:
@@ -58,6 +70,7 @@ def check(wanted: dict[str, Any]) -> tuple[CheckedFaults, dict[str, str]]:
         lambda: _launch_faults(rank.launch(), rank.running()),
         lambda: release.faults(link),
         lambda: _checkpoint_faults(wanted),
+        lambda: _engram_faults(wanted),
         lambda: _memory_faults(wanted),
     )
     faults = [fault for one in checks for fault in one()]
@@ -78,7 +91,11 @@ def check(wanted: dict[str, Any]) -> tuple[CheckedFaults, dict[str, str]]:
 
 
 def main() -> int:
-    wanted = rank.configuration()
+    try:
+        wanted = rank.configuration()
+    except rank.RankError as error:
+        print(f"refusing to start: {error}", flush=True)
+        return 1
     faults, fabric = check(wanted)
     if faults:
         for fault in faults:
