@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from .disk_io import read_ahead
 from .files import sha256_document, write_json
 from .meter import Meter
 from .safetensors import SafetensorsError, read_header
@@ -252,10 +253,10 @@ def hash_file(path: Path, meter: Meter | None = None) -> str:
     buffer = memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
         fd = file.fileno()
-        os.posix_fadvise(fd, 0, 2 * CHUNK, os.POSIX_FADV_WILLNEED)
+        read_ahead(fd, 0, 2 * CHUNK)
         offset = 0
         while got := file.readinto(buffer):
-            os.posix_fadvise(fd, offset + 2 * CHUNK, CHUNK, os.POSIX_FADV_WILLNEED)
+            read_ahead(fd, offset + 2 * CHUNK, CHUNK)
             digest.update(buffer[:got])
             os.posix_fadvise(fd, offset, got, os.POSIX_FADV_DONTNEED)
             offset += got

@@ -6,6 +6,7 @@ the page cache where the file system allows it, so that memory and the engine's 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -13,7 +14,8 @@ import hashlib
 import mmap
 import os
 from collections.abc import Sequence
-from pathlib import Path
+
+from .disk_io import read_ahead
 
 WEIGHT_BYTES, SCALE_BYTES = 256, 8
 ROW_BYTES = WEIGHT_BYTES + SCALE_BYTES
@@ -58,21 +60,14 @@ def digest_of(data: memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def open_uncached(path: Path, flags: int) -> int:
-    """Open with O_DIRECT; without it on a file system that has none, such as tmpfs before Linux 6.6."""
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o644)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    return os.open(path, flags, 0o644)
-
-
 class Buffer:
     """Page-aligned memory for one segment, as O_DIRECT wants it."""
 
     def __init__(self) -> None:
-        self.view = memoryview(mmap.mmap(-1, SEGMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        memory = mmap.mmap(-1, SEGMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel may have none
+            memory.madvise(mmap.MADV_HUGEPAGE)  # pages that lie together make few large requests to the disk
+        self.view = memoryview(memory)
 
     def read(self, fd: int, span: tuple[int, int]) -> memoryview:
         """The file's bytes in ``span``; raises ShortReadError when it ends earlier."""
@@ -101,7 +96,7 @@ class Packer(Buffer):
 
         Raises ShortReadError when the shard ends earlier.
         """
-        os.posix_fadvise(fd, weight_offset, rows * WEIGHT_BYTES, os.POSIX_FADV_WILLNEED)
+        read_ahead(fd, weight_offset, rows * WEIGHT_BYTES)
         _read_rows(fd, self._weights[:rows], weight_offset)
         data = os.pread(fd, rows * SCALE_BYTES, scale_offset)
         while len(data) < rows * SCALE_BYTES:

@@ -31,6 +31,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from .disk_io import open_uncached
 from .engram_layout import EngramLayoutError, RankRows, rank_ranges, rank_rows, read_config
 from .engram_pack import (
     BLOCK_BYTES,
@@ -44,7 +45,6 @@ from .engram_pack import (
     Packer,
     ShortReadError,
     digest_of,
-    open_uncached,
     pack_bytes,
     row_offset,
     same,
@@ -319,14 +319,23 @@ def _copy(directory: Path, source: Path, identity: Identity, rows: Sequence[Rank
         journal.reserve()
     pace = _Pace(options, sum(journal.size for journal in journals))
     outcome = Outcome()
-    for journal in journals:
-        with _file(source / journal.rows.table.file) as shard, _file(journal.partial, os.O_RDWR) as copy:
-            worker = functools.partial(
-                _copy_segment, shard=shard, copy=copy, journal=journal, pace=pace, outcome=outcome
+    with contextlib.ExitStack() as stack:
+        files = [
+            _Files(
+                journal,
+                stack.enter_context(_file(source / journal.rows.table.file)),
+                stack.enter_context(_file(journal.partial, os.O_RDWR)),
             )
-            _for_each(options.workers, _Pair, worker, range(segment_count(journal.size)))
-            _compare_rows(shard, copy, journal.rows)
-            os.fsync(copy)
+            for journal in journals
+        ]
+        # Layers take turns: a file that is written to cannot be read back at the same moment, another one can.
+        jobs = sorted(
+            ((of, index) for of in files for index in range(segment_count(of.journal.size))), key=lambda job: job[1]
+        )
+        _for_each(options.workers, _Pair, functools.partial(_copy_segment, pace=pace, outcome=outcome), jobs)
+        for of in files:
+            _compare_rows(of.shard, of.copy, of.journal.rows)
+            os.fsync(of.copy)
     for journal in journals:
         if _fingerprint(source, journal.rows) != journal.fingerprint:
             for stale in journals:
@@ -350,10 +359,19 @@ class _Pair:
         self.wanted, self.found = Packer(), Buffer()
 
 
-def _copy_segment(
-    pair: _Pair, index: int, *, shard: int, copy: int, journal: _Journal, pace: _Pace, outcome: Outcome
-) -> None:
+@dataclass(frozen=True)
+class _Files:
+    """The open files of one layer."""
+
+    journal: _Journal
+    shard: int
+    copy: int
+
+
+def _copy_segment(pair: _Pair, job: tuple[_Files, int], *, pace: _Pace, outcome: Outcome) -> None:
     """Bring one segment to what the source has, and read it back; skip it when the disk has what is recorded."""
+    of, index = job
+    journal, shard, copy = of.journal, of.shard, of.copy
     span = segment_span(journal.size, index)
     recorded = journal.digests.get(index)
     pace.wait(span[1] - span[0])
