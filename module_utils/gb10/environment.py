@@ -6,19 +6,16 @@ lock file and the Python version, so another lock is another directory and an ol
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import read_json, write_json
+from .files import exclusive, read_json, write_json
 
 RECORD = "environment.json"
 # PyTorch's CPU builds carry a local version (+cpu), which PyPI does not take.
@@ -72,17 +69,9 @@ def record_digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def _exclusive(root: Path) -> Iterator[None]:
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
 def install(root: Path, engine: Engine) -> bool:
     """Install ENGINE's wheels unless that was done before. Returns whether anything was installed."""
-    with _exclusive(root):
+    with exclusive(root):
         if read(root, engine):
             return False
         partial = root / f".partial-{engine.identity}"

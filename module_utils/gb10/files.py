@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,15 @@ def read_json(path: Path) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): delete it and rerun the playbook that writes it") from error
+
+
+@contextlib.contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Hold a lock on DIRECTORY, made if missing: a run that was killed may have left a child that works there still."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def sha256_file(path: Path) -> str:

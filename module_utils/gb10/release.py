@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import read_json, sha256_document, sha256_file, write_json
+from .files import exclusive, read_json, sha256_document, sha256_file, write_json
 
 RECORD = "release.json"
 SERIES_VERSION = 1  # enters the release id: a change of the layout makes new releases
@@ -162,13 +162,19 @@ def make(environment: Path, root: Path, series: Series, python: str) -> Path:
     """Make the release unless it stands; returns its folder. Raises ReleaseFault with every fault found."""
     name = release_name(environment.name, series)
     final = root / name
-    if not faults(final, series, whole=True):
-        return final
-    found = source_faults(environment, series)
-    if found:
-        raise ReleaseFault("\n".join(found))
-    root.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=root))
+    with exclusive(root):
+        if faults(final, series, whole=True):
+            found = source_faults(environment, series)
+            if found:
+                raise ReleaseFault("\n".join(found))
+            _make(environment, final, series, python)
+    return final
+
+
+def _make(environment: Path, final: Path, series: Series, python: str) -> None:
+    for left in final.parent.glob(f".{final.name}.*"):
+        shutil.rmtree(left)  # of a run that was killed
+    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     try:
         partial.chmod(0o755)
         site = partial / "site"
@@ -205,7 +211,6 @@ def make(environment: Path, root: Path, series: Series, python: str) -> Path:
         partial.rename(final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return final
 
 
 def _build(site: Path, series: Series) -> dict[str, dict[str, Any]]:

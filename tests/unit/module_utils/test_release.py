@@ -103,7 +103,7 @@ def test_foreign_tree_is_refused_by_name(environment, damage, text):
     with pytest.raises(release.ReleaseFault, match=text):
         make(environment)
     releases = environment.parent.parent / "releases"
-    assert not releases.exists() or list(releases.iterdir()) == []
+    assert [path.name for path in releases.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_foreign_tree_is_refused_by_name(environment, damage, text):
 def test_series_that_fails_leaves_no_release(environment, changes, text):
     with pytest.raises(release.ReleaseFault, match=text):
         make(environment, **changes)
-    assert list((environment.parent.parent / "releases").iterdir()) == []
+    assert [path.name for path in (environment.parent.parent / "releases").iterdir()] == [".lock"]
 
 
 def test_build_output_is_recorded_and_watched(environment):
@@ -138,6 +138,14 @@ def test_edit_after_patching_is_found(environment, whole):
     assert sha(PATCHED) in found[0]
     assert make(environment) == made
     assert release.faults(made, whole=True) == []
+
+
+def test_remains_of_a_killed_run_are_swept(environment):
+    releases = environment.parent.parent / "releases"
+    name = release.release_name(environment.name, series())
+    (releases / f".{name}.abc" / "site").mkdir(parents=True)
+    make(environment)
+    assert sorted(path.name for path in releases.iterdir()) == [".lock", name]
 
 
 def test_touched_but_equal_file_is_no_fault(environment):
