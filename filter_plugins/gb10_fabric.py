@@ -22,14 +22,18 @@ def peers(hosts: Mapping[str, Mapping[str, Any]], host: str) -> list[dict[str, A
     return [{"host": name} | {k: found[k] for k in names} for name, found in hosts.items() if name != host]
 
 
-def perftest_faults(results: Mapping[str, Mapping[str, Any]], share: float, latency_us: float) -> list[str]:
-    """results: host -> what gb10_fabric_perftest returned."""
-    return fabric_perftest.judge(
-        {host: result["results"] for host, result in results.items()},
-        {host: (float(result["bound"][0]), str(result["bound"][1])) for host, result in results.items()},
-        share=share,
-        latency_us=latency_us,
-    )
+def perftest_verdict(results: Mapping[str, Mapping[str, Any]], share: float, latency_us: float) -> dict[str, list[str]]:
+    """results: host -> what gb10_fabric_perftest returned. Returns ``faults`` and the ``table``'s lines."""
+    measured = {host: result["results"] for host, result in results.items()}
+    bounds = {host: (float(result["bound"][0]), str(result["bound"][1])) for host, result in results.items()}
+    return {
+        "faults": fabric_perftest.judge(measured, bounds, share=share, latency_us=latency_us),
+        "table": [
+            f"{host} -> {row['to']}: {row['gbps']:g} Gb/s, {row['latency_us']:g} us"
+            for host, rows in measured.items()
+            for row in rows
+        ],
+    }
 
 
 def allreduce_verdict(
@@ -54,6 +58,6 @@ class FilterModule:
             "gb10_fabric_links": fabric_judge.judge_links,
             "gb10_fabric_paths": fabric_judge.judge_paths,
             "gb10_fabric_matrix": fabric_judge.matrix,
-            "gb10_fabric_perftest_faults": perftest_faults,
+            "gb10_fabric_perftest": perftest_verdict,
             "gb10_fabric_allreduce": allreduce_verdict,
         }

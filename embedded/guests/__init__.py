@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..settings import STATE
-
-GUEST_STATE = STATE / "guests"
+# The bridges' names and addresses are the machine's, so the record of who uses them is too.
+GUEST_STATE = Path("/run/gb10-guests")
 KNOWN_HOSTS = GUEST_STATE / "known_hosts"
 # RFC 2544's benchmarking range, beside the embedded fleet's networks.
 MANAGEMENT_BRIDGE, MANAGEMENT_PREFIX = "gb10q0", "198.18.8"

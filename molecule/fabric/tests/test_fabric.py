@@ -13,17 +13,26 @@ import pytest
 import testinfra
 from testinfra.host import Host
 
+from embedded.guests import FABRIC_INTERFACE as INTERFACE
+from embedded.guests import GUESTS, HCA, KNOWN_HOSTS
+from embedded.settings import SSH_KEY
+
 PROJECT = Path(__file__).resolve().parents[3]
 INVENTORY = PROJECT / "molecule/fabric/inventory"
-INTERFACE, HCA = "enp1s0f0np0", "rocep1s0f0"
-ADDRESS = {"roce1": "198.18.9.11", "roce2": "198.18.9.12"}
-SWITCH_PORT = "gb10q1t2"  # where the second guest's cable ends on this machine
+ADDRESS = {guest.name: guest.fabric_address for guest in GUESTS}
+SWITCH_PORT = GUESTS[1].taps[1]  # where the second guest's fabric cable ends on this machine
 TABLE = PROJECT / "tests/fixtures/rdma/linklocal_only.tree"
 
 
 @pytest.fixture(scope="module")
 def guests() -> dict[str, Host]:
-    return {name: testinfra.get_host(f"ansible://{name}?ansible_inventory={INVENTORY}") for name in ADDRESS}
+    options = f"-o UserKnownHostsFile={KNOWN_HOSTS} -o BatchMode=yes -o LogLevel=ERROR"
+    return {
+        guest.name: testinfra.get_host(
+            f"ssh://root@{guest.management_address}", ssh_identity_file=str(SSH_KEY), ssh_extra_args=options
+        )
+        for guest in GUESTS
+    }
 
 
 def sh(guest: Host, command: str) -> str:
@@ -171,5 +180,5 @@ def test_rdma_between_all_hosts_is_measured(guests):
     code, output = play("molecule/fabric/prove.yml")
 
     assert code == 0, output
-    assert "gbps: " in output
-    assert "latency_us: " in output
+    assert "roce1 -> roce2: " in output
+    assert "roce2 -> roce1: " in output

@@ -24,9 +24,10 @@ def test_perftest_is_judged_by_the_slower_end():
         "b": {"results": [{"to": "a", "gbps": 98.0, "latency_us": 2.0}], "bound": [200.0, "the link's rate"]},
     }
 
-    assert FILTERS["gb10_fabric_perftest_faults"](results, 0.7, 0) == [
-        "a -> b: RDMA writes at 13 Gb/s; wanted 88.2 Gb/s, 0.7 of PCIe (126 Gb/s)"
-    ]
+    verdict = FILTERS["gb10_fabric_perftest"](results, 0.7, 0)
+
+    assert verdict["faults"] == ["a -> b: RDMA writes at 13 Gb/s; wanted 88.2 Gb/s, 0.7 of PCIe (126 Gb/s)"]
+    assert verdict["table"] == ["a -> b: 13 Gb/s, 2 us", "b -> a: 98 Gb/s, 2 us"]
 
 
 def test_allreduce_over_sockets_is_called_out():
