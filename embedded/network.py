@@ -7,6 +7,7 @@ import json
 import subprocess
 from pathlib import Path
 
+from . import power
 from .settings import (
     FABRIC_BRIDGE,
     FABRIC_PREFIX,
@@ -37,7 +38,7 @@ def refuse_conflicts() -> list[str]:
     """Return what keeps the networks from being made: another owner, or the address range in use."""
     faults = []
     owner = OWNER.read_text().strip() if OWNER.exists() else ""
-    if owner and owner != str(STATE) and any(_exists(bridge) for bridge in BRIDGES):
+    if owner and owner != str(STATE) and power.anyone_on(Path(owner)):
         faults.append(
             f"the bridges belong to the embedded fleet of {owner}: run `python3 -m embedded down` there first"
         )
@@ -62,7 +63,7 @@ def refuse_conflicts() -> list[str]:
 
 
 def ensure() -> None:
-    """Make bridges and taps that are missing; existing ones of ours stay as they are."""
+    """Make bridges and taps that are missing; existing ones stay, also those of a clone whose hosts are all off."""
     OWNER.write_text(f"{STATE}\n")
     for bridge in BRIDGES:
         if not _exists(bridge):
@@ -80,8 +81,9 @@ def ensure() -> None:
 
 
 def remove() -> None:
-    """Remove every interface that `ensure` makes, if this clone owns them."""
-    if OWNER.exists() and OWNER.read_text().strip() != str(STATE):
+    """Remove every interface that `ensure` makes, unless they serve the hosts of another clone."""
+    owner = OWNER.read_text().strip() if OWNER.exists() else str(STATE)
+    if owner != str(STATE) and power.anyone_on(Path(owner)):
         return
     for interface in [tap for host in HOSTS for tap in host.taps] + list(BRIDGES):
         if _exists(interface):

@@ -47,10 +47,9 @@ def _preload() -> Path:
     return library
 
 
-def session_of(host: Host) -> int:
-    """Return the host's session id, 0 when it is off. A reused pid does not count: start times must match."""
+def _session_of_record(record: Path) -> int:
     try:
-        pid, started = host.pid_record.read_text().split()
+        pid, started = record.read_text().split()
     except (OSError, ValueError):
         return 0
     session = int(pid)
@@ -58,9 +57,19 @@ def session_of(host: Host) -> int:
         return session
     # The first process is gone: only an orphan that still carries the host's name in its command line is ours.
     for member in _session_members(session):
-        if f"umid={host.name}".encode() in Path(f"/proc/{member}/cmdline").read_bytes():
+        if f"umid={record.stem}".encode() in Path(f"/proc/{member}/cmdline").read_bytes():
             return session
     return 0
+
+
+def session_of(host: Host) -> int:
+    """Return the host's session id, 0 when it is off. A reused pid does not count: start times must match."""
+    return _session_of_record(host.pid_record)
+
+
+def anyone_on(state: Path) -> bool:
+    """Whether a host of the fleet whose state is in the folder STATE is on."""
+    return any(_session_of_record(record) for record in state.glob("*.pid"))
 
 
 def is_on(host: Host) -> bool:

@@ -57,15 +57,16 @@ def links(*addresses: tuple[str, str, int]) -> str:
         ([("eth0", "198.18.0.7", 24)], [], "", ["198.18.0.0/24 is in use: eth0 has 198.18.0.7/24"]),
         ([("eth0", "198.18.9.7", 15)], [], "", ["198.18.0.0/24 is in use", "198.18.1.0/24 is in use"]),
         ([], ["gb10m0"], "", ["interface gb10m0 exists and is not ours"]),
-        ([], ["gb10m0"], "/elsewhere", ["belong to the embedded fleet of /elsewhere"]),
-        ([], [], "/elsewhere", []),
+        ([("gb10m0", "198.18.0.1", 24)], ["gb10m0"], "ALIVE", ["belong to the embedded fleet of /elsewhere"]),
+        ([("gb10m0", "198.18.0.1", 24)], ["gb10m0"], "DEAD", []),
         ([("gb10m0", "198.18.0.1", 24)], ["gb10m0"], "SELF", []),
     ],
 )
 def test_conflicts_of_the_networks(monkeypatch, tmp_path, addresses, existing, owner, texts):
     monkeypatch.setattr(network, "OWNER", tmp_path / "owner")
     if owner:
-        (tmp_path / "owner").write_text(str(settings.STATE) if owner == "SELF" else owner)
+        (tmp_path / "owner").write_text(str(settings.STATE) if owner == "SELF" else "/elsewhere")
+    monkeypatch.setattr(power, "anyone_on", lambda state: owner == "ALIVE")
     monkeypatch.setattr(network, "_exists", lambda name: name in existing)
     monkeypatch.setattr(network, "_ip", lambda *_: links(*addresses))
     faults = network.refuse_conflicts()
