@@ -25,6 +25,7 @@ sys.path.insert(0, str(HERE))
 from engram_files import REVISION, random_rows, write_checkpoint, write_pack, write_shard  # noqa: E402
 
 LAYERS = (1, 3)
+VOCAB = 1024
 SHORT = [5, 9, 33, 77, 120, 45, 8, 99]
 LONG = [(37 * i + i // 7) % 590 + 5 for i in range(5000)]
 EIGHT = [[(11 * i + 13 * k) % 590 + 5 for i in range(5 + 37 * k)] for k in range(8)]
@@ -41,6 +42,8 @@ def make_tokenizer(directory: Path) -> None:
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet)
     text = ["the quick brown fox jumps over the lazy dog " * 20, "def main(): return 1\n" * 20]
     t.train_from_iterator(text, trainer)
+    # The hash kernel trusts token ids, so every id that the model can emit needs an entry.
+    t.add_tokens([f"<{i}>" for i in range(t.get_vocab_size(), VOCAB)])
     t.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0], "eos_token": special[1]}
     config |= {"pad_token": special[2], "model_max_length": 4096}
@@ -64,7 +67,7 @@ def make(directory: Path) -> None:
     text |= {"compress_ratios": [0, 0, 2, 2, 1, 1, 0, 0, 0], "kv_source_layer_ids": [2, 4]}
     text |= {"index_source_layer_ids": [2, 4], "candidate_source_layer_id": 4, "engram_layer_ids": list(LAYERS)}
     text |= {"engram_vocab_size": 5000, "engram_compressed_vocab_size": compressed, "engram_pad_token_id": 2}
-    text |= {"max_position_embeddings": 65536, "vocab_size": 1024}
+    text |= {"max_position_embeddings": 65536, "vocab_size": VOCAB}
     text |= {"dspark_target_layer_ids": [3, 4, 5], "dspark_noise_token_id": 5, "dspark_n_routed_experts": 16}
     layout = engram.EngramLayout(types.SimpleNamespace(**text | {"engram_num_embeddings": [0, 0]}))
     rows = [sum(map(sum, layer)) for layer in layout.primes]
