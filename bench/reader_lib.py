@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+import yaml
+
 SERIES = Path(__file__).resolve().parent.parent / "files" / "patches" / "vllm-0.33.0"
 COMMON = Path("vllm/models/deepseek_v41/common")
 WEIGHT_BYTES, SCALE_BYTES = 256, 8
@@ -46,13 +48,11 @@ def new_files(target: Path) -> Path:
 
 
 def build(target: Path, *flags: str) -> Path:
-    """Compile the reader as series.yml does, plus flags; returns the library."""
-    source = new_files(target) / COMMON / "engram_disk.c"
-    library = source.with_name("libengram_disk.so")
-    command = ["gcc", "-O2", "-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-fPIC", "-shared"]
-    command += ["-fvisibility=hidden", "-pthread", *flags, "-o", str(library), str(source)]
-    subprocess.run(command, check=True)
-    return library
+    """Compile the reader by series.yml's own command, plus warnings and flags; returns the library."""
+    (step,) = yaml.safe_load((SERIES / "series.yml").read_text())["build"]
+    strict = ["-Wall", "-Wextra", "-Wconversion", "-Werror"]
+    subprocess.run([*step["command"], *strict, *flags], cwd=new_files(target), check=True)
+    return target / str(step["output"])
 
 
 def pack_parts() -> tuple[Part, Part]:
