@@ -111,8 +111,10 @@ def serve_metrics(fleet: Fleet, stats: Path) -> str:
             return str(answer.read().decode())
 
     try:
-        for _ in range(240):
+        while True:
             time.sleep(1)
+            if time.monotonic() > fleet.deadline:
+                return "server not up in time: " + log.read_text()[-1500:]
             if server.poll() is not None:
                 return "server ended: " + log.read_text()[-3000:]
             try:
@@ -170,14 +172,14 @@ def main() -> int:
         edit_manifest(Path(refused[name]), **change)
     results: dict[str, Any] = {"memory-eager": fleet.run("memory-eager", cases.pop("memory-eager"))}  # fills the caches
     with ThreadPoolExecutor(PARALLEL) as threads:
+        served = threads.submit(serve_metrics, fleet, stats)
         running = {name: threads.submit(fleet.run, name, case) for name, case in cases.items()}
         running |= {
             name: threads.submit(fleet.run, name, {"storage": "disk", "mode": "eager", "pack": path})
             for name, path in refused.items()
         }
-        served = threads.submit(serve_metrics, fleet, stats)
         results |= {name: future.result() for name, future in running.items()}
-        print(served.result())
+        metrics = served.result()
     good = True
     pairs = [(f"memory-{m}", f"disk-{m}") for m in ("eager", "piecewise", "full", "dspark")]
     pairs += [("memory-full", name) for name in ("memory-full-again", "shards-full", "prefetch-full", "flipped-full")]
@@ -207,7 +209,8 @@ def main() -> int:
     if not isinstance(results["disk-full"], str):
         cached = {phase: [x["cached"] for x in answers] for phase, answers in results["disk-full"]["answers"].items()}
         print("cached prompt tokens", cached)
-    return 0 if good else 1
+    print(metrics)
+    return 0 if good and "vllm:engram_disk_rows_total" in metrics else 1
 
 
 if __name__ == "__main__":
