@@ -170,7 +170,7 @@ def parse_packages(text: str) -> tuple[dict[str, str], list[str]]:
     """Installed versions of the packages that matter, and the names on hold, of /var/lib/dpkg/status."""
     versions, held = {}, []
     for paragraph in text.split("\n\n"):
-        name = paragraph.partition("\n")[0].removeprefix("Package: ")
+        name = paragraph.lstrip("\n").partition("\n")[0].removeprefix("Package: ")
         if not _LISTED_PACKAGES.fullmatch(name):
             continue
         status = re.search(r"^Status: (\S+) \S+ (\S+)$", paragraph, re.MULTILINE)
