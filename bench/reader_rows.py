@@ -25,6 +25,7 @@ from pathlib import Path
 
 from reader_lib import BLOCK, PER_BLOCK, Reader, build
 
+ROUNDS = 5
 SIZES = (36, 72, 432, 2304, 24576)
 
 
@@ -64,8 +65,12 @@ def timed(reader: Reader, rows: int, size: int, repeats: int, rng: random.Random
     return times
 
 
-def uncached(reader: Reader, pack: Path, rows: int, seconds: float, rng: random.Random) -> tuple[int, float]:
-    """Reads that missed the page cache and the time of the lookups that made them."""
+def spread(values: list[float]) -> str:
+    return f"{min(values):.0f} to {max(values):.0f}"
+
+
+def uncached_iops(reader: Reader, pack: Path, rows: int, seconds: float, rng: random.Random) -> float:
+    """Reads that missed the page cache, a second of the lookups that made them."""
     reads, spent, stop = 0, 0.0, time.monotonic() + seconds
     while time.monotonic() < stop:
         evict(pack)
@@ -74,7 +79,7 @@ def uncached(reader: Reader, pack: Path, rows: int, seconds: float, rng: random.
         for _ in range(max(1, rows // PER_BLOCK // 10 // max(SIZES))):
             spent += sum(timed(reader, rows, max(SIZES), 1, rng))
         reads += reader.stats()["read"] - before
-    return reads, spent
+    return reads / spent
 
 
 def fio_iops(path: Path, depth: int, seconds: int) -> float:
@@ -91,7 +96,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=None, help="where to put the pack (default: a temporary directory)")
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--threads", type=int, default=32)
-    parser.add_argument("--seconds", type=int, default=10)
+    parser.add_argument("--seconds", type=int, default=20)
     args = parser.parse_args()
     rng = random.Random(1)  # noqa: S311 - any spread will do
     with tempfile.TemporaryDirectory(dir=args.dir) as work:
@@ -102,11 +107,16 @@ def main() -> None:
             for size in SIZES:
                 times = timed(reader, rows, size, max(20, 20000 // size), rng)
                 print(f"cached   {size:6} rows  {quantiles(times)}", flush=True)
-            reads, seconds = uncached(reader, pack, rows, args.seconds, rng)
-            print(f"uncached {reads} reads at {reads / seconds:.0f} IOPS, {args.threads} threads", flush=True)
-        if shutil.which("fio"):
-            evict(pack)
-            print(f"fio psync direct, {args.threads} threads: {fio_iops(pack, args.threads, args.seconds):.0f} IOPS")
+            ours, theirs = [], []
+            for _ in range(ROUNDS):  # in turns, so that whatever else the machine does meets both
+                ours.append(uncached_iops(reader, pack, rows, args.seconds / ROUNDS, rng))
+                if shutil.which("fio"):
+                    evict(pack)
+                    theirs.append(fio_iops(pack, args.threads, max(1, args.seconds // ROUNDS)))
+            print(f"uncached {statistics.median(ours):.0f} reads a second, {args.threads} threads ({spread(ours)})")
+            if theirs:
+                print(f"fio psync direct, {args.threads} jobs: {statistics.median(theirs):.0f} ({spread(theirs)})")
+                print(f"ratio of the medians {statistics.median(ours) / statistics.median(theirs):.2f}")
 
 
 if __name__ == "__main__":
