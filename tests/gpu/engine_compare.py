@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Compare storage=memory with storage=disk in the whole engine, on one NVIDIA GPU.
 
-    engine_compare.py WORK [SECONDS]
+    engine_compare.py WORK [SECONDS [CASE,CASE...]]
 
 Needs the patched vllm 0.33.0 importable. Runs tiny_v41.py once a case, several at a time,
 and prints a table; exits 1 when a case differs from the in-memory engine or is not refused.
-After SECONDS (default 1800) what still runs is ended and counts as failed.
+The first run on a machine compiles kernels for minutes. After SECONDS (default 1800) what still runs is ended and counts as failed.
 """
 
 from __future__ import annotations
@@ -133,84 +133,84 @@ def serve_metrics(fleet: Fleet, stats: Path) -> str:
         server.wait(60)
 
 
-def main() -> int:
-    fleet = Fleet(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 1800)
-    fleet.work.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, str(HERE / "tiny_v41.py"), "make", str(fleet.model)], check=True)
-    pack = str(fleet.model / "pack")
-    memory, disk = {"storage": "memory"}, {"storage": "disk", "pack": pack}
-    stats = fleet.work / "stats"
-    stats.mkdir()
-    cases: dict[str, dict[str, Any]] = {"memory-eager": memory | {"mode": "eager"}}
+def comparisons(fleet: Fleet) -> dict[str, dict[str, Any]]:
+    """Every run that must answer, by name; `checked-*` also compare each lookup with a table on the GPU."""
+    memory, disk = {"storage": "memory"}, {"storage": "disk", "pack": str(fleet.model / "pack")}
+    cases: dict[str, dict[str, Any]] = {}
     for mode in ("full", "piecewise", "eager"):
         cases[f"memory-{mode}"] = memory | {"mode": mode}
         cases[f"disk-{mode}"] = disk | {"mode": mode}
-    for mode in ("full", "piecewise", "eager"):
         cases[f"checked-{mode}"] = disk | {"mode": mode, "check": True}
-    cases["memory-full-again"] = memory | {"mode": "full"}
-    cases["shards-full"] = {"storage": "disk", "mode": "full"}
-    cases["prefetch-full"] = disk | {"mode": "full", "prefetch": 1024}
-    cases["checked-prefetch"] = disk | {"mode": "full", "prefetch": 4096, "check": True}
-    cases["memory-dspark"] = memory | {"mode": "full", "dspark": True}
-    cases["disk-dspark"] = disk | {"mode": "full", "dspark": True}
-    cases["checked-dspark"] = cases["disk-dspark"] | {"check": True}
     flipped = fleet.pack("flipped")
     flip_row(flipped, int((fleet.model / "looked_up_row").read_text()))
     cases["flipped-full"] = {"storage": "disk", "mode": "full", "pack": str(flipped)}
     cases["checked-flipped"] = cases["flipped-full"] | {"check": True}
-    refused = {}
-    short = fleet.pack("truncated")
-    with (short / "layer-3.rows").open("r+b") as f:
+    cases["memory-full-again"] = cases["memory-full"]
+    cases["shards-full"] = {"storage": "disk", "mode": "full"}
+    cases["prefetch-full"] = cases["disk-full"] | {"prefetch": 4096}
+    cases["checked-prefetch"] = cases["prefetch-full"] | {"check": True}
+    for name in ("memory", "disk", "checked"):
+        cases[f"{name}-dspark"] = cases[f"{name}-full"] | {"dspark": True}
+    return cases
+
+
+def wrong_packs(fleet: Fleet) -> dict[str, dict[str, Any]]:
+    """Every run that must be refused at load."""
+    packs = {name: fleet.pack(name) for name in ("truncated", "other-rank", "other-tp", "other-revision")}
+    with (packs["truncated"] / "layer-3.rows").open("r+b") as f:
         f.truncate(f.seek(0, 2) - BLOCK)
-    refused["truncated"] = str(short)
-    for name, change in (
-        ("other-rank", {"rank": 1}),
-        ("other-tp", {"tp": 2}),
-        ("other-revision", {"revision": "0" * 40}),
-    ):
-        refused[name] = str(fleet.pack(name))
-        edit_manifest(Path(refused[name]), **change)
-    results: dict[str, Any] = {"memory-eager": fleet.run("memory-eager", cases.pop("memory-eager"))}  # fills the caches
-    with ThreadPoolExecutor(PARALLEL) as threads:
-        served = threads.submit(serve_metrics, fleet, stats)
-        running = {name: threads.submit(fleet.run, name, case) for name, case in cases.items()}
-        running |= {
-            name: threads.submit(fleet.run, name, {"storage": "disk", "mode": "eager", "pack": path})
-            for name, path in refused.items()
-        }
-        results |= {name: future.result() for name, future in running.items()}
-        metrics = served.result()
+    edit_manifest(packs["other-rank"], rank=1)
+    edit_manifest(packs["other-tp"], tp=2)
+    edit_manifest(packs["other-revision"], revision="0" * 40)
+    return {name: {"storage": "disk", "mode": "eager", "pack": str(path)} for name, path in packs.items()}
+
+
+PAIRS = [(f"memory-{mode}", f"disk-{mode}") for mode in ("full", "piecewise", "eager", "dspark")]
+PAIRS += [("memory-full", name) for name in ("memory-full-again", "shards-full", "prefetch-full", "flipped-full")]
+
+
+def judge(results: dict[str, Any], refused: set[str]) -> bool:
+    """Print one line a finding; whether all are as they must be."""
     good = True
-    pairs = [(f"memory-{m}", f"disk-{m}") for m in ("eager", "piecewise", "full", "dspark")]
-    pairs += [("memory-full", name) for name in ("memory-full-again", "shards-full", "prefetch-full", "flipped-full")]
-    pairs += [("disk-full", "checked-full")]
-    for a, b in pairs:
-        sentence, exact = compare(results[a], results[b])
-        good &= exact == (b != "flipped-full")
-        print(f"{a:14} {b:20} {sentence}")
-        for name in (a, b):
-            if isinstance(results[name], str):
-                print(f"--- {name}\n{results[name][-1500:]}")
-    for name in cases:
-        if not name.startswith("checked"):
-            continue
-        checked = results[name]["checked"] if not isinstance(results[name], str) else None
-        wanted = checked is not None and checked[0] > 0 and (checked[1] > 0) == ("flipped" in name)
-        good &= wanted
-        print(f"{name}: rows looked up and elements that differ from the tables: {checked}")
-        if checked is None:
-            print(results[name][-1500:])
-    for name in refused:
-        text = results[name]
-        said = isinstance(text, str) and "does not hold layer" in text
-        good &= said
-        line = next((x for x in str(text).splitlines() if "does not hold layer" in x), str(text)[-300:])
-        print(f"{name:14} {'refused' if said else 'NOT REFUSED'}: {line.strip()[-420:]}")
-    if not isinstance(results["disk-full"], str):
-        cached = {phase: [x["cached"] for x in answers] for phase, answers in results["disk-full"]["answers"].items()}
-        print("cached prompt tokens", cached)
-    print(metrics)
-    return 0 if good and "vllm:engram_disk_rows_total" in metrics else 1
+    for a, b in PAIRS:
+        if a in results and b in results:
+            sentence, exact = compare(results[a], results[b])
+            good &= exact == (b != "flipped-full")
+            print(f"{a:16} {b:18} {sentence}")
+    for name, result in results.items():
+        failed = isinstance(result, str)
+        if name in refused:
+            line = next((x.strip() for x in str(result).splitlines() if "does not hold layer" in x), "")
+            good &= bool(line)
+            print(f"{name:16} {line or 'NOT REFUSED'}")
+        elif failed:
+            good = False
+            print(f"{name:16} FAILED\n{result[-1500:]}")
+        elif result["checked"]:
+            rows, different = result["checked"]
+            good &= rows > 0 and (different > 0) == ("flipped" in name)
+            print(f"{name:16} {rows} rows looked up, {different} elements not those of the tables")
+    return good
+
+
+def main() -> int:
+    work, *rest = sys.argv[1:]
+    fleet = Fleet(Path(work), float(rest[0]) if rest else 1800)
+    only = set(rest[1].split(",")) if len(rest) > 1 else None
+    fleet.work.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, str(HERE / "tiny_v41.py"), "make", str(fleet.model)], check=True)
+    refused = wrong_packs(fleet)
+    cases = {name: case for name, case in (comparisons(fleet) | refused).items() if not only or name in only}
+    stats = fleet.work / "stats"
+    stats.mkdir()
+    with ThreadPoolExecutor(PARALLEL) as threads:
+        served = threads.submit(serve_metrics, fleet, stats) if not only or "serve" in only else None
+        running = {name: threads.submit(fleet.run, name, case) for name, case in cases.items()}
+        good = judge({name: future.result() for name, future in running.items()}, set(refused))
+        if served is not None:
+            print(served.result())
+            good &= "vllm:engram_disk_rows_total" in served.result()
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
