@@ -5,7 +5,8 @@
 
 Needs the patched vllm 0.33.0 importable. Runs tiny_v41.py once a case, several at a time,
 and prints a table; exits 1 when a case differs from the in-memory engine or is not refused.
-The first run on a machine compiles kernels for minutes. After SECONDS (default 1800) what still runs is ended and counts as failed.
+The first run on a machine compiles kernels for minutes. After SECONDS (default 1800) what
+still runs is ended and counts as failed.
 """
 
 from __future__ import annotations
