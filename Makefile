@@ -9,7 +9,8 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 PYTHON ?= python3
 PACKAGES := user-mode-linux mmdebstrap debian-archive-keyring e2fsprogs iproute2 openssh-client gcc libc6-dev patch \
 	python3-venv
-SCENARIOS := default power_loss
+SCENARIOS := fabric default reject power_loss
+WHEELS := $(or $(GB10_CACHE),/var/cache/gb10-fleet)/wheels
 
 .PHONY: help
 help: ## Show the targets
@@ -61,8 +62,15 @@ lint: $(VENV)/installed-dev ## Lint everything at production profile
 unit: $(VENV)/installed-dev ## Run the unit tests
 	pytest
 
+# The patches are tested on the files of the released wheel; its Python files are the same for both processors.
+.PHONY: wheels
+wheels: $(VENV)/installed
+	@ls $(WHEELS)/vllm-0.33.0-*.whl >/dev/null 2>&1 || $(VENV)/bin/pip download -q --disable-pip-version-check --no-deps \
+	  --only-binary=:all: --python-version 3.12 --implementation cp --abi abi3 --platform manylinux_2_28_x86_64 \
+	  -d $(WHEELS) vllm==0.33.0
+
 .PHONY: test
-test: $(VENV)/installed-dev ## Run everything that CI runs
+test: $(VENV)/installed-dev wheels ## Run everything that CI runs
 	@trap '$(PYTHON) -m embedded down' EXIT
 	tests/run $(SCENARIOS)
 
