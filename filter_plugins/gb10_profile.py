@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,16 @@ if str(PROJECT / "module_utils") not in ansible.module_utils.__path__:
 from ansible.module_utils.gb10 import profile as profiles  # noqa: E402 the path above
 
 
+# Variables are lazy: each use of gb10_profile in a task comes here anew.
+@functools.cache
+def _load(name: str) -> dict[str, Any]:
+    return profiles.load(PROJECT / "profiles", name, PROJECT / "files" / "patches")
+
+
 def gb10_profile(name: str) -> dict[str, Any]:
     """The profile NAME as data. Raises AnsibleFilterError naming the profiles there are, or all that is wrong in it."""
     try:
-        return profiles.load(PROJECT / "profiles", str(name), PROJECT / "files" / "patches")
+        return copy.deepcopy(_load(str(name)))
     except profiles.ProfileError as error:
         raise AnsibleFilterError(str(error)) from error
 
