@@ -9,6 +9,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 PYTHON ?= python3
 PACKAGES := user-mode-linux mmdebstrap debian-archive-keyring e2fsprogs iproute2 openssh-client gcc libc6-dev patch \
 	python3-venv
+TEST_PACKAGES := qemu-system-x86
 SCENARIOS := fabric default reject power_loss
 WHEELS := $(or $(GB10_CACHE),/var/cache/gb10-fleet)/wheels
 
@@ -16,8 +17,9 @@ WHEELS := $(or $(GB10_CACHE),/var/cache/gb10-fleet)/wheels
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-.PHONY: packages
-packages:
+.PHONY: packages test-packages
+test-packages: PACKAGES += $(TEST_PACKAGES)
+packages test-packages:
 	@missing=(); for package in $(PACKAGES); do
 	  dpkg-query -W -f '$${db:Status-Status}' "$$package" 2>/dev/null | grep -qx installed || missing+=("$$package"); done
 	if (($${#missing[@]})); then
@@ -31,7 +33,7 @@ $(VENV)/installed: requirements.txt | packages
 	$(VENV)/bin/pip install -q --disable-pip-version-check --require-hashes -r requirements.txt
 	touch $@
 
-$(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
+$(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed | test-packages
 	$(VENV)/bin/pip install -q --disable-pip-version-check --require-hashes -r requirements-dev.txt
 	touch $@
 

@@ -290,6 +290,8 @@ def memory(settings: Settings) -> dict[str, Fact]:
         numbers = parse_meminfo(settings.read(source))
     except HostInfoError as error:
         return {name: Fact(None, source, str(error)) for name in names}
+    # A kernel without huge pages has no such line, and reserves none.
+    numbers.setdefault("HugePages_Total", 0)
     return {name: Fact(numbers.get(label), source, f"no line {label}") for name, label in names.items()}
 
 
