@@ -58,12 +58,12 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], bool]]] = {
         "vision": (bool, True),
     },
     "memory": {
-        "weights_gib": ((int, float), True),
-        "vision_gib": ((int, float), False),
-        "graphs_gib": ((int, float), True),
-        "working_gib": ((int, float), True),
-        "kv_bytes_per_token": (int, True),
         "kv_floor_tokens": (int, True),
+        "weights_gib": ((int, float), False),
+        "vision_gib": ((int, float), False),
+        "graphs_gib": ((int, float), False),
+        "working_gib": ((int, float), False),
+        "kv_bytes_per_token": (int, False),
     },
 }
 
@@ -86,8 +86,8 @@ RESERVED_ENVIRONMENT = re.compile(
     r"VLLM_HOST_IP|(NCCL|GLOO|TP)_SOCKET_IFNAME|NCCL_SOCKET_FAMILY|NCCL_NET|"
     r"NCCL_IB_(DISABLE|HCA|GID_INDEX|ROCE_VERSION_NUM|ADDR_FAMILY|ADDR_RANGE)"
 )
-# Model type -> (method, number of tokens that its drafter runs a request for k drafted ones) in vLLM 0.33.0:
-# config/speculative.py refuses mtp for V4.1, whose checkpoint holds DSpark stages only, and V4's holds one MTP layer.
+# What the checkpoints hold weights for: DSpark stages in V4.1, for which vLLM 0.33.0 refuses mtp
+# (config/speculative.py), and one MTP layer in V4-Flash, for which it would take dspark and fail at loading.
 SPECULATIVE_METHODS = {"deepseek_v41": "dspark", "deepseek_v4": "mtp"}
 
 
@@ -241,9 +241,15 @@ def _model_faults(document: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _length_faults(document: Mapping[str, Any]) -> list[str]:
+def _memory_faults(document: Mapping[str, Any]) -> list[str]:
     length, memory = document["arguments"].get("max-model-len"), document.get("memory")
-    if not isinstance(length, int) or not memory or length <= memory["kv_floor_tokens"]:
+    if not memory:
+        return []
+    parts = ("weights_gib", "graphs_gib", "working_gib", "kv_bytes_per_token")
+    missing = [f"memory.{key}" for key in parts if key not in memory]
+    if 0 < len(missing) < len(parts):
+        return [f"{', '.join(missing)} is missing: a budget needs all of {', '.join(parts)}"]
+    if not isinstance(length, int) or length <= memory["kv_floor_tokens"]:
         return []
     return [
         f"arguments.max-model-len is {length} and memory.kv_floor_tokens {memory['kv_floor_tokens']}: "
@@ -266,7 +272,7 @@ def _speculation_faults(document: Mapping[str, Any]) -> list[str]:
     method, count = speculation.get("method"), speculation.get("num_speculative_tokens")
     wanted = SPECULATIVE_METHODS.get(str(model_type), method)
     if method != wanted:
-        found.append(f"speculative-config.method is {method!r}; vLLM takes {wanted!r} alone for {model_type}")
+        found.append(f"speculative-config.method is {method!r}, wanted {wanted!r}, the draft of {model_type} weights")
     if speculation.get("enable_adaptive_verification"):
         found.append("speculative-config.enable_adaptive_verification pads batches, and vLLM refuses it on a GB10")
     requests = arguments.get("max-num-seqs")
@@ -318,7 +324,7 @@ def faults(name: str, document: Any, patches: Path) -> list[str]:
             found += _model_faults(document) if "model" in document else []
             found += _engram_faults(document)
         found += _argument_faults(document["arguments"]) + _environment_faults(document["environment"])
-        found += _length_faults(document) + _speculation_faults(document)
+        found += _memory_faults(document) + _speculation_faults(document)
         try:
             re.compile(document["readiness"]["pattern"])
         except re.error as error:
@@ -348,32 +354,35 @@ def memory_budget(
 
     HOSTS maps a host to ``total_mib`` and ``available_mib`` (MemTotal and MemAvailable). The engine claims
     ``gpu-memory-utilization`` of the total: weights, vision, graphs and working memory; the rest is its KV cache. The
-    guard's floor has to stay available beside the claim. Returns ``rows`` (one a host) and ``faults``.
+    guard's floor has to stay available beside the claim. Returns ``rows`` (one a host, the cache None where the profile
+    does not know what the engine needs beside it) and ``faults``.
     """
-    memory = profile["memory"]
-    share = float(profile["arguments"].get("gpu-memory-utilization", 0.92))  # vLLM's default
+    memory = profile.get("memory", {})
+    share = profile["arguments"].get("gpu-memory-utilization")
+    if share is None:  # nothing is claimed ahead: an engine on processors, or one with a cache of a given size
+        return {"rows": [], "faults": []}
     fixed = {key: float(memory.get(f"{key}_gib", 0)) for key in ("weights", "vision", "graphs", "working")}
-    floor_tokens, token_bytes = memory["kv_floor_tokens"], memory["kv_bytes_per_token"]
     rows, found = [], []
     for host, state in hosts.items():
-        claim = state["total_mib"] / 1024 * share
-        available = state["available_mib"] / 1024
-        kv = claim - sum(fixed.values())
-        tokens = max(0, int(kv * 2**30 / token_bytes))
-        left = available - claim
-        numbers = fixed | {"kv": kv, "claim": claim, "available": available, "left": left}
+        total, available = state["total_mib"] / 1024, state["available_mib"] / 1024
+        claim = total * float(share)
+        numbers = {"claim": claim, "available": available, "left": available - claim}
+        tokens = None
+        if "weights_gib" in memory:
+            numbers |= fixed | {"kv": claim - sum(fixed.values())}
+            tokens = max(0, int(numbers["kv"] * 2**30 / memory["kv_bytes_per_token"]))
         rows.append({"host": host} | {key: round(value, 2) for key, value in numbers.items()} | {"kv_tokens": tokens})
-        if tokens < floor_tokens:
+        if tokens is not None and tokens < memory["kv_floor_tokens"]:
             found.append(
-                f"{host}: the KV cache would hold {tokens} tokens ({kv:.2f} GiB), wanted {floor_tokens}: "
-                f"{share:g} of {state['total_mib'] / 1024:.2f} GiB less {sum(fixed.values()):.2f} GiB; "
+                f"{host}: the KV cache would hold {tokens} tokens ({numbers['kv']:.2f} GiB), wanted "
+                f"{memory['kv_floor_tokens']}: {share:g} of {total:.2f} GiB less {sum(fixed.values()):.2f} GiB; "
                 "take a lane with less context or raise gpu-memory-utilization"
             )
-        if left < guard_gib:
+        if numbers["left"] < guard_gib:
             found.append(
                 f"{host}: {available:.2f} GiB are available and the engine claims {claim:.2f} GiB, which leaves "
-                f"{left:.2f} GiB, wanted {guard_gib:g} GiB for the memory guard: end what else uses memory, or lower "
-                "gpu-memory-utilization"
+                f"{numbers['left']:.2f} GiB, wanted {guard_gib:g} GiB for the memory guard: end what else uses memory, "
+                "or lower gpu-memory-utilization"
             )
     return {"rows": rows, "faults": found}
 

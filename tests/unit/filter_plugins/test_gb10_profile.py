@@ -56,6 +56,7 @@ FAULTS = {
     "missing inner key": (TINY, "readiness/pattern", ABSENT, "key readiness.pattern is missing"),
     "unknown key": (TINY, "engines", {}, "unknown key engines"),
     "unknown inner key": (FLASH, "memory/weight_gib", 1, "unknown key memory.weight_gib; known are graphs_gib"),
+    "half a budget": (FLASH, "memory/graphs_gib", ABSENT, "memory.graphs_gib is missing: a budget needs all of"),
     "text for a number": (TINY, "tensor_parallel_size", "4", "tensor_parallel_size is '4', wanted int"),
     "true for a number": (TINY, "tensor_parallel_size", True, "tensor_parallel_size is True, wanted int"),
     "no hosts": (TINY, "tensor_parallel_size", 0, "tensor_parallel_size is 0, wanted the number of hosts"),
@@ -88,8 +89,13 @@ FAULTS = {
     "draft experts": (FLASH, "tensor_parallel_size", 3, "3 does not divide model.draft_experts 128"),
     "more than positions": (FLASH, "arguments/max-model-len", 2**21, "the model has 1048576 positions"),
     "more than the KV floor": (FLASH, "arguments/max-model-len", 2**20, "one request of full length has to fit"),
-    "mtp for V4.1": (FLASH, "arguments/speculative-config/method", "mtp", "vLLM takes 'dspark' alone for deepseek_v41"),
-    "dspark for V4": (FLASH_TP2, "arguments/speculative-config/method", "dspark", "takes 'mtp' alone for deepseek_v4"),
+    "mtp for V4.1": (FLASH, "arguments/speculative-config/method", "mtp", "is 'mtp', wanted 'dspark', the draft"),
+    "dspark for V4": (
+        FLASH_TP2,
+        "arguments/speculative-config/method",
+        "dspark",
+        "is 'dspark', wanted 'mtp'",
+    ),
     "adaptive": (FLASH, "arguments/speculative-config/enable_adaptive_verification", True, "pads batches"),
     "not multiples": (FLASH, SIZES, [1, 2, 4, 8, 16], "cudagraph_capture_sizes are [1, 2, 4, 8, 16], wanted [5, 6,"),
     "multiples of k + 1 alone": (FLASH, SIZES, [6, 12, 18, 24, 30, 36], "pads a batch of the model or of its drafter"),
@@ -247,6 +253,13 @@ def test_budget_of_a_gb10_gives_the_measured_cache():
     assert row["claim"] == pytest.approx(97.36)
     assert row["left"] == pytest.approx(19.64)
     assert row["kv_tokens"] >= 1_000_000
+
+
+def test_budget_without_figures_says_so_and_keeps_the_guards_floor():
+    budget = gb10_profile.gb10_memory_budget(gb10_profile.gb10_profile(FLASH_TP2), {"a": host(), "b": host(102.0)})
+    assert [row["kv_tokens"] for row in budget["rows"]] == [None, None]
+    assert [fault[:2] for fault in budget["faults"]] == ["b:"]
+    assert gb10_profile.gb10_memory_budget(gb10_profile.gb10_profile(TINY), {"a": host()}) == {"rows": [], "faults": []}
 
 
 @pytest.mark.parametrize(
