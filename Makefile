@@ -73,7 +73,7 @@ wheels: $(VENV)/installed
 
 .PHONY: test
 test: $(VENV)/installed-dev wheels ## Run everything that CI runs
-	@trap '$(PYTHON) -m embedded down' EXIT
+	@trap '$(PYTHON) -m embedded.guests down; $(PYTHON) -m embedded down' EXIT
 	tests/run $(SCENARIOS)
 
 .PHONY: requirements

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 
 from ..settings import EmbeddedError
-from . import GUESTS, KNOWN_HOSTS
+from . import GUEST_STATE, GUESTS, KNOWN_HOSTS
 from .image import ensure_image
 from .machine import ensure_networks, pid_of, power_off, power_on, remove_networks, wait_for_ssh
 
@@ -30,6 +31,7 @@ def down() -> None:
     for guest in GUESTS:
         power_off(guest)
     remove_networks()
+    shutil.rmtree(GUEST_STATE, ignore_errors=True)
 
 
 def status() -> None:
