@@ -280,7 +280,7 @@ def _speculation_faults(document: Mapping[str, Any]) -> list[str]:
         return [*found, "speculation needs num_speculative_tokens and arguments.max-num-seqs as numbers"]
     if sizes is not None and method is not None:
         exact = capture_sizes(count, requests, str(method))
-        if sorted(sizes) != exact:
+        if sizes != exact:
             found.append(
                 f"cudagraph_capture_sizes are {sizes}, wanted {exact}: with {count} drafted tokens and "
                 f"{requests} requests any other list pads a batch of the model or of its drafter"
@@ -318,6 +318,12 @@ def faults(name: str, document: Any, patches: Path) -> list[str]:
             found.append("checkpoint.files does not name config.json")
         if not document["served_model_names"]:
             found.append("served_model_names is empty")
+        lists = {
+            "served_model_names": document["served_model_names"],
+            "checkpoint.files": document["checkpoint"]["files"],
+        }
+        for key, items in lists.items():
+            found += [f"{key} has {item!r}, wanted text" for item in items if not isinstance(item, str) or not item]
         if document["tensor_parallel_size"] < 1:
             found.append(f"tensor_parallel_size is {document['tensor_parallel_size']}, wanted the number of hosts")
         else:

@@ -65,6 +65,8 @@ FAULTS = {
     "engine without lock": (TINY, "engine/name", "vllm-9", "no files/patches/vllm-9/requirements.txt"),
     "no config.json": (TINY, "checkpoint/files", [], "does not name config.json"),
     "no name": (TINY, "served_model_names", [], "served_model_names is empty"),
+    "name as a number": (TINY, "served_model_names", ["a", 4.1], "served_model_names has 4.1, wanted text"),
+    "sizes of no kind": (FLASH, SIZES, ["6", 12], "cudagraph_capture_sizes are ['6', 12], wanted [5, 6,"),
     "bad pattern": (TINY, "readiness/pattern", "[a-z", "readiness.pattern '[a-z': unterminated character set"),
     "flag with dashes": (TINY, "arguments/--dtype", "x", "arguments has '--dtype', wanted a long flag"),
     "flag of the launch": (TINY, "arguments/master-port", 29501, "arguments.master-port comes from each launch"),
