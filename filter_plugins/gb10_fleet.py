@@ -99,6 +99,12 @@ def gb10_inventory_faults(groups: Mapping[str, list[str]], hostvars: Mapping[str
         profile = profiles.load(PROFILES, names[0], PATCHES)
     except profiles.ProfileError as error:
         return [*faults, *error.faults]
+    read_from = (profile["arguments"].get("engram-config") or {}).get("disk_path")
+    kept_in = hostvars[fleet[0]].get("engram_rows_directory", "/var/lib/gb10/engram")
+    if read_from and read_from != kept_in:
+        faults.append(
+            f"engram_rows_directory is {kept_in}, profile {names[0]} reads rows from {read_from}: make them equal"
+        )
     size = profile["tensor_parallel_size"]
     if size != len(fleet):
         faults.append(f"profile {names[0]} is for {size} hosts (tensor_parallel_size), group fleet has {len(fleet)}")

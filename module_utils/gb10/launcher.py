@@ -15,6 +15,9 @@ def main() -> int:
     started = rank.running()
     environment = {key: os.environ[key] for key in INHERITED if key in os.environ} | started["environment"]
     environment["PYTHONPATH"] = ":".join(started["python_path"])
+    # Compilers that a package brings along (FlashInfer calls ninja by name) lie beside the packages.
+    tools = [f"{folder}/bin" for folder in started["python_path"]]
+    environment["PATH"] = ":".join([*tools, environment.get("PATH", os.defpath)])
     argv = [started["python"], "-m", "vllm.entrypoints.cli.main", *started["argv"]]
     os.execve(argv[0], argv, environment)  # noqa: S606 - the point of this file
     return 1

@@ -72,6 +72,15 @@ def test_tensor_parallel_size_must_be_the_host_count():
     ]
 
 
+def test_rows_must_be_kept_where_the_engine_reads_them():
+    groups, hostvars = fleet(**{host: {"profile": "deepseek-v4.1-flash-tp4"} for host in "abcd"})
+    assert gb10_fleet.gb10_inventory_faults(groups, hostvars) == []
+    hostvars["a"]["engram_rows_directory"] = "/data/rows"
+    faults = gb10_fleet.gb10_inventory_faults(groups, hostvars)
+    assert len(faults) == 1
+    assert "engram_rows_directory is /data/rows" in faults[0]
+
+
 def test_head_must_be_rank_0():
     groups, hostvars = fleet(a={"rank": 1}, b={"rank": 0})
     assert gb10_fleet.gb10_inventory_faults(groups, hostvars) == ["a: is the head and has rank 1, wanted rank 0"]

@@ -60,6 +60,7 @@ def test_right_host_writes_what_the_launcher_takes(host, monkeypatch):
     assert seen["env"]["KEY"] == AWKWARD
     assert seen["env"]["VLLM_HOST_IP"] == "192.0.2.11"
     assert seen["env"]["PYTHONPATH"] == "/a:/b"
+    assert seen["env"]["PATH"].startswith("/a/bin:/b/bin:/")
     assert "PYTEST_CURRENT_TEST" not in seen["env"]
 
 
