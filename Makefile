@@ -45,7 +45,7 @@ demo: $(VENV)/installed ## Boot four embedded hosts and serve a model over them
 	echo "Served over four hosts. Try it:"
 	echo "  curl http://198.18.0.11:8000/v1/completions -H 'Content-Type: application/json' \\"
 	echo "    -d '{\"model\": \"tiny\", \"prompt\": \"hello\", \"max_tokens\": 12}'"
-	echo "Look:  ansible-playbook playbooks/status.yml     End:  make down"
+	echo "Look:  $(VENV)/bin/ansible-playbook playbooks/status.yml     End:  make down"
 
 .PHONY: down
 down: ## Power the embedded hosts off and remove every trace of them

@@ -75,18 +75,20 @@ def start_rank(guest: Host) -> dict[str, str]:
 MOVES = {
     "as the role left it": "true",
     "an address came before it": "ip address flush dev {interface} scope global; "
-    "ip address add 198.18.9.200/24 dev {interface}; ip address add {own}/24 dev {interface}",
+    "ip address add {second}/24 dev {interface}; ip address add {own}/24 dev {interface}",
     "the link flapped": "ip link set {interface} down; sleep 1; ip link set {interface} up; sleep 1",
     "addresses changed places": "ip address flush dev {interface} scope global; "
-    "for a in 198.18.9.201 198.18.9.200 {own}; do ip address add $a/24 dev {interface}; done",
+    "for a in {third} {second} {own}; do ip address add $a/24 dev {interface}; done",
 }
 
 
 def test_next_start_of_a_rank_follows_the_gid(guests):
-    for name, guest in guests.items():
+    for number, (name, guest) in enumerate(guests.items()):
         seen = []
+        # Each guest gets addresses of its own: they stay, and the next test talks from whichever comes first.
+        more = {"second": f"198.18.9.{200 + number}", "third": f"198.18.9.{210 + number}"}
         for what, command in MOVES.items():
-            sh(guest, command.format(own=ADDRESS[name], interface=INTERFACE))
+            sh(guest, command.format(own=ADDRESS[name], interface=INTERFACE, **more))
             environment = start_rank(guest)
             assert int(environment["NCCL_IB_GID_INDEX"]) == live_table(guest)[gid(ADDRESS[name])], what
             assert environment["NCCL_IB_HCA"] == f"={HCA}:1"
