@@ -26,6 +26,7 @@ from .settings import (
     KNOWN_HOSTS,
     MAX_MAP_COUNT,
     NEEDED_MEMORY_MIB,
+    SSH_CONFIG,
     SSH_KEY,
     STATE,
     EmbeddedError,
@@ -117,9 +118,26 @@ def _record_host_keys() -> None:
     lines = sorted(line for line in scan.stdout.splitlines() if not line.startswith("#"))
     if len(lines) < len(on):
         raise EmbeddedError(f"ssh-keyscan got {len(lines)} host keys of {len(on)}: {scan.stderr.strip()}")
-    partial = KNOWN_HOSTS.with_suffix(".partial")
-    partial.write_text("\n".join(lines) + "\n")
-    partial.rename(KNOWN_HOSTS)
+    for path, text in ((KNOWN_HOSTS, "\n".join(lines) + "\n"), (SSH_CONFIG, _ssh_config())):
+        partial = path.with_suffix(".partial")
+        partial.write_text(text)
+        partial.rename(path)
+
+
+def _ssh_config() -> str:
+    """For hands and tests: ssh -F .embedded/ssh_config spark-a."""
+    common = [
+        "User root",
+        f"IdentityFile {SSH_KEY}",
+        f"UserKnownHostsFile {KNOWN_HOSTS}",
+        "BatchMode yes",
+        "LogLevel ERROR",
+        "ControlMaster auto",
+        f"ControlPath {STATE}/ssh-%h",
+        "ControlPersist 60",
+    ]
+    blocks = [["Host " + host.name, f"HostName {host.management_address}", *common] for host in HOSTS]
+    return "\n".join("\n  ".join(block) for block in blocks) + "\n"
 
 
 def _place_checkpoint() -> None:

@@ -17,6 +17,7 @@ SSH_KEY = CACHE / "id_ed25519"
 # One fleet's disks, logs and pid records.
 STATE = Path(os.environ.get("GB10_EMBEDDED_STATE", str(PROJECT / ".embedded")))
 KNOWN_HOSTS = STATE / "known_hosts"
+SSH_CONFIG = STATE / "ssh_config"
 # Names the clone that owns the bridges, so that another one refuses instead of taking them over.
 OWNER = Path("/run/gb10-embedded.owner")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import urllib.request
 
-testinfra_hosts = ["ansible://head"]
+import testinfra
+
+testinfra_hosts = ["ssh://spark-a"]
 ENDPOINT = "http://198.18.0.11:8000"
 
 
@@ -20,10 +22,10 @@ def test_nfs_server_has_its_threads(host):
 
 
 def test_all_ranks_are_in_one_launch(host):
-    launches = {
-        json.loads(other.file("/run/gb10/rank.json").content_string)["launch_id"]
-        for other in host.get_hosts(["ansible://fleet"], ansible_inventory="inventory/embedded")
-    }
+    script = "sha256sum < /etc/gb10/launch.json"
+    names = ["spark-a", "spark-b", "spark-c", "spark-d"]
+    config = host.backend.ssh_config
+    launches = {testinfra.get_host(f"ssh://{name}", ssh_config=config).run(script).stdout for name in names}
     assert len(launches) == 1
 
 

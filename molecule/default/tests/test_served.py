@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 
-testinfra_hosts = ["ansible://fleet"]
-
-
-def variables(host) -> dict:
-    return host.ansible.get_variables()
+testinfra_hosts = ["ssh://spark-a", "ssh://spark-b", "ssh://spark-c", "ssh://spark-d"]
 
 
 def test_host_runs_systemd(host):
@@ -43,7 +39,8 @@ def test_rank_knows_its_fabric_address(host):
     environment = dict(
         word.split("=", 1) for word in host.run(f"tr '\\0' '\\n' < /proc/{pid}/environ").stdout.splitlines() if word
     )
-    assert environment["VLLM_HOST_IP"] == variables(host)["fabric_address"]
+    wanted = json.loads(host.file("/etc/gb10/rank.json").content_string)["fabric"]["address"]
+    assert environment["VLLM_HOST_IP"] == wanted
     assert environment["GLOO_SOCKET_IFNAME"] == "vec1"
 
 

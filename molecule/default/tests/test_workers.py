@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-testinfra_hosts = ["ansible://workers"]
+testinfra_hosts = ["ssh://spark-b", "ssh://spark-c", "ssh://spark-d"]
 
 
 def nfs_mounts(host) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 
-testinfra_hosts = ["ansible://fleet"]
+testinfra_hosts = ["ssh://spark-a", "ssh://spark-b", "ssh://spark-c", "ssh://spark-d"]
 
 
 def test_rank_is_up_again(host):
