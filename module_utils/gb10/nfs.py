@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from .systemd import systemctl
 
@@ -278,7 +277,3 @@ def attach(
     if fault and not probe.fault:
         outcome.faults.append(f"{fault} even after mounting anew")
     return outcome
-
-
-def as_dict(outcome: Outcome) -> dict[str, Any]:
-    return {"repaired": outcome.repaired, "faults": outcome.faults}
