@@ -14,7 +14,8 @@ from .settings import CACHE, ENVIRONMENTS, GUEST_ENVIRONMENTS, IMAGES, SSH_KEY, 
 SUITE = "bookworm"
 PACKAGES = (
     "systemd,systemd-sysv,dbus,udev,kmod,procps,sudo,less,openssh-server,ca-certificates,"
-    "iproute2,iputils-ping,iptables,ethtool,nfs-kernel-server,nfs-common,python3,python3-apt,libnuma1,libgomp1,patch"
+    "iproute2,iputils-ping,iptables,ethtool,nfs-kernel-server,nfs-common,python3,python3-apt,libnuma1,libgomp1,patch,"
+    "podman,crun,ufw,nginx-light,rsync"
 )
 UML_MODULES = Path("/usr/lib/uml/modules")
 DISK_SIZE = "12G"  # sparse; the copy-on-write disk of a host grows with what the host writes
