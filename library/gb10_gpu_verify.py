@@ -69,6 +69,7 @@ timeline:
 
 import json
 import os
+from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gb10.gpu_smi import query_status
@@ -85,6 +86,9 @@ def measure(params: dict) -> dict:
     if pids:
         holders = [f"{params['engine_unit']} (pid {pid})" for pid in pids]
         return {"refused": "a process holds the GPU; stop the engine first", "processes": holders}
+    probe = Path(params["package"], "gb10/gpu_probe.py")
+    if not probe.exists():
+        return {"error": f"{probe} is missing; run playbooks/hosts.yml first"}
     os.environ["PYTHONPATH"] = ":".join([params["package"], *params["python_path"]])
     burn, gemv = params["burn_seconds"], params["gemv_seconds"]
     argv = [params["python"], "-m", "gb10.gpu_probe", "--json", f"--burn-seconds={burn}", f"--gemv-seconds={gemv}"]
