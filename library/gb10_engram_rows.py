@@ -57,6 +57,11 @@ options:
       - With C(verified), a running unit whose journal must say that it reads exactly these rows from this copy.
     type: str
   timeout: {description: Seconds to wait for the source to answer at all., type: float, default: 10}
+  patience:
+    description: Seconds to wait for a server of the source that goes away in mid-copy, before what is copied is left to
+      the next run.
+    type: float
+    default: 120
 author: [gb10-fleet maintainers (@gb10-fleet)]
 """
 
@@ -127,6 +132,7 @@ def argument_spec() -> dict:
         "progress": {"type": "path", "default": "/run/gb10/progress/engram.json"},
         "unit": {"type": "str"},
         "timeout": {"type": "float", "default": 10},
+        "patience": {"type": "float", "default": 120},
     }
 
 
@@ -183,9 +189,8 @@ def apply(params: dict, result: dict, check: bool) -> None:
         require_source(params)
     ranges = read_ranges(params)
     result.update(ranges=ranges, bytes=sum(pack_bytes(end - start) for start, end in ranges.values()))
-    options = Options(
-        params["workers"], params["max_mb_per_s"] * 10**6, int(params["margin_gb"] * 1e9), Path(params["progress"])
-    )
+    rate, margin = params["max_mb_per_s"] * 10**6, int(params["margin_gb"] * 1e9)
+    options = Options(params["workers"], rate, margin, params["patience"], Path(params["progress"]))
     level = params["level"]
     result["faults"] = engram_rows.verify(
         directory, params["rank"], params["tp"], params["revision"], ranges, level, options

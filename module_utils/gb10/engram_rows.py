@@ -31,7 +31,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .disk_io import open_uncached
+from .disk_io import open_uncached, patiently
 from .engram_layout import EngramLayoutError, RankRows, rank_ranges, rank_rows, read_config
 from .engram_pack import (
     BLOCK_BYTES,
@@ -55,7 +55,7 @@ from .engram_pack import (
 )
 from .files import sha256_document, write_atomic
 from .meter import Meter
-from .nfs import MOUNTS, parse_mounts
+from .nfs import MOUNTS, network_mount, parse_mounts, shared_path_faults
 
 MANIFEST = "manifest.json"
 CONSTANTS = {
@@ -93,11 +93,15 @@ class Identity:
 
 @dataclass(frozen=True)
 class Options:
-    """``workers`` threads of 22 MiB each; ``bytes_per_s`` of source or copy read, 0 for as fast as it goes."""
+    """``workers`` threads of 22 MiB each; ``bytes_per_s`` of source or copy read, 0 for as fast as it goes.
+
+    A server of the source that goes away in the middle is awaited for ``patience_s`` seconds.
+    """
 
     workers: int = 4
     bytes_per_s: int = 0
     margin_bytes: int = 1 << 30
+    patience_s: float = 120
     progress: Path | None = None
 
 
@@ -306,10 +310,9 @@ def check_space(directory: Path, rows: Sequence[RankRows], todo: Plan, margin_by
 
 def check_local(directory: Path) -> None:
     """Raise EngramRowsError when ``directory`` is not on a disk of this host."""
-    mounts = [mount for mount in parse_mounts(MOUNTS.read_text()) if directory.is_relative_to(mount.path)]
-    holder = max(mounts, key=lambda mount: len(mount.path))
-    if holder.is_nfs:
-        raise EngramRowsError(f"{directory}: is on {holder.source} ({holder.kind}), wanted a disk of this host")
+    faults = shared_path_faults({"the directory for the rows": str(directory)}, parse_mounts(MOUNTS.read_text()))
+    if faults:
+        raise EngramRowsError(faults[0])
 
 
 def _copy(directory: Path, source: Path, identity: Identity, rows: Sequence[RankRows], options: Options) -> Outcome:
@@ -318,6 +321,9 @@ def _copy(directory: Path, source: Path, identity: Identity, rows: Sequence[Rank
     for journal in journals:
         journal.reserve()
     pace = _Pace(options, sum(journal.size for journal in journals))
+    # A local disk that cannot be read is not going to be.
+    away = network_mount(source.absolute(), parse_mounts(MOUNTS.read_text()))
+    patience_s = options.patience_s if away else 0
     outcome = Outcome()
     with contextlib.ExitStack() as stack:
         files = [
@@ -332,12 +338,14 @@ def _copy(directory: Path, source: Path, identity: Identity, rows: Sequence[Rank
         jobs = sorted(
             ((of, index) for of in files for index in range(segment_count(of.journal.size))), key=lambda job: job[1]
         )
-        _for_each(options.workers, _Pair, functools.partial(_copy_segment, pace=pace, outcome=outcome), jobs)
+        work = functools.partial(_copy_segment, pace=pace, outcome=outcome, patience_s=patience_s)
+        _for_each(options.workers, _Pair, work, jobs)
         for of in files:
-            _compare_rows(of.shard, of.copy, of.journal.rows)
+            _compare_rows(of.shard, of.copy, of.journal.rows, patience_s)
             os.fsync(of.copy)
     for journal in journals:
-        if _fingerprint(source, journal.rows) != journal.fingerprint:
+        now = patiently(patience_s, functools.partial(_fingerprint, source, journal.rows))
+        if now != journal.fingerprint:
             for stale in journals:
                 stale.discard()
             raise EngramRowsError(
@@ -368,7 +376,7 @@ class _Files:
     copy: int
 
 
-def _copy_segment(pair: _Pair, job: tuple[_Files, int], *, pace: _Pace, outcome: Outcome) -> None:
+def _copy_segment(pair: _Pair, job: tuple[_Files, int], *, pace: _Pace, outcome: Outcome, patience_s: float) -> None:
     """Bring one segment to what the source has, and read it back; skip it when the disk has what is recorded."""
     of, index = job
     journal, shard, copy = of.journal, of.shard, of.copy
@@ -385,16 +393,15 @@ def _copy_segment(pair: _Pair, job: tuple[_Files, int], *, pace: _Pace, outcome:
     first = index * SEGMENT_ROWS
     r = journal.rows
     count = min(SEGMENT_ROWS, r.rows - first)
+    weights, scales = r.weight_offset + first * WEIGHT_BYTES, r.scale_offset + first * SCALE_BYTES
     try:
-        wanted = pair.wanted.pack(
-            shard, r.weight_offset + first * WEIGHT_BYTES, r.scale_offset + first * SCALE_BYTES, count
-        )
+        wanted = patiently(patience_s, lambda: pair.wanted.pack(shard, weights, scales, count))
     except OSError as error:
         raise EngramRowsError(
-            f"{r.table.file}, bytes {r.weight_offset + first * WEIGHT_BYTES} on: {error.strerror}; look at the source"
+            f"{r.table.file}, bytes {weights} on: {error.strerror}; look at the source"
             " and its mount, then run again: what is copied is kept"
         ) from error
-    os.posix_fadvise(shard, r.weight_offset + first * WEIGHT_BYTES, count * WEIGHT_BYTES, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(shard, weights, count * WEIGHT_BYTES, os.POSIX_FADV_DONTNEED)
     digest = digest_of(wanted)
     if recorded and digest != recorded:
         raise EngramRowsError(
@@ -419,19 +426,22 @@ def _copy_segment(pair: _Pair, job: tuple[_Files, int], *, pace: _Pace, outcome:
     pace.done(len(wanted))
 
 
-def _compare_rows(shard: int, copy: int, rows: RankRows) -> None:
+def _compare_rows(shard: int, copy: int, rows: RankRows, patience_s: float) -> None:
     """Compare some rows one by one, by the format's formula: another way than the one that packed them."""
     if not rows.rows:
         return
     buffer = Buffer()
+
+    def source_row(i: int) -> bytes:
+        weight = os.pread(shard, WEIGHT_BYTES, rows.weight_offset + i * WEIGHT_BYTES)
+        return weight + os.pread(shard, SCALE_BYTES, rows.scale_offset + i * SCALE_BYTES)
+
     some = {0, rows.rows - 1, *(random.randrange(rows.rows) for _ in range(SAMPLED_ROWS))}  # noqa: S311 no secret
     for i in sorted(some):
         offset = row_offset(i)
         start = offset // BLOCK_BYTES * BLOCK_BYTES
         found = bytes(buffer.read(copy, (start, start + BLOCK_BYTES))[offset - start : offset - start + ROW_BYTES])
-        wanted = os.pread(shard, WEIGHT_BYTES, rows.weight_offset + i * WEIGHT_BYTES)
-        wanted += os.pread(shard, SCALE_BYTES, rows.scale_offset + i * SCALE_BYTES)
-        if found != wanted:
+        if found != patiently(patience_s, functools.partial(source_row, i)):
             raise EngramRowsError(f"layer {rows.table.layer}: row {rows.start + i} of the copy is not the source's")
 
 

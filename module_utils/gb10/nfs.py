@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +62,31 @@ def parse_mounts(text: str) -> list[Mount]:
 def layers(mounts: list[Mount], path: Path) -> list[Mount]:
     """All NFS layers on PATH, lowest first; the autofs trap below them is no layer."""
     return [mount for mount in mounts if mount.path == str(path) and mount.kind != "autofs"]
+
+
+# What a host serves to others, or fetches from them; none of it is a disk of its own.
+NETWORK_KINDS = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "fuse.sshfs", "fuse.glusterfs"}
+
+
+def network_mount(path: Path, mounts: list[Mount]) -> Mount | None:
+    """The network file system that ``path`` (absolute, links not followed) lies on, None for a disk of this host."""
+    holders = [mount for mount in mounts if path.is_relative_to(mount.path)]
+    # Of several on one path the last one is on top; an automount's trap shows beside what it mounts.
+    top = max(reversed(holders), key=lambda mount: len(mount.path), default=None)
+    return top if top and top.kind in NETWORK_KINDS else None
+
+
+def shared_path_faults(paths: Mapping[str, str], mounts: list[Mount]) -> list[str]:
+    """Every name in ``paths`` (name to absolute path) whose path, links followed, lies on a network file system.
+
+    For the caches of compilers: ranks that share one deadlock or read each other's half-written files.
+    """
+    faults = []
+    for name, path in sorted(paths.items()):
+        mount = network_mount(Path(os.path.realpath(path)), mounts)
+        if mount:
+            faults.append(f"{name} is {path}, on {mount.source} ({mount.kind}): choose a directory on this host's disk")
+    return faults
 
 
 def parse_etab(text: str) -> dict[tuple[str, str], frozenset[str]]:

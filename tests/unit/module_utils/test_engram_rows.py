@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -236,8 +237,8 @@ def test_a_source_that_changes_while_it_is_copied_is_refused(tmp_path, small, mo
     shutil.copytree(small, source)
     compare = engram_rows._compare_rows
 
-    def change(shard, fd, rows):
-        compare(shard, fd, rows)
+    def change(shard, fd, rows, patience_s):
+        compare(shard, fd, rows, patience_s)
         os.utime(source / rows.table.file)
 
     monkeypatch.setattr(engram_rows, "_compare_rows", change)
@@ -259,6 +260,49 @@ def test_a_source_that_ends_early_is_refused(tmp_path, small, monkeypatch):
     ):
         engram_rows.make_present(copy, source, ME, rows, Plan("copy", []), FAST)
     assert faults(copy, small)
+
+
+@pytest.fixture
+def flaky(small, tmp_path, monkeypatch):
+    """A mounted source whose server is away for some reads: [errno, how often]."""
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/vda / ext4 rw 0 0\n10.10.0.11:/srv {small} nfs4 ro,softerr 0 0\n")
+    monkeypatch.setattr(engram_rows, "MOUNTS", mounts)
+    monkeypatch.setattr("ansible.module_utils.gb10.disk_io.time.sleep", lambda _: None)
+    pack, left = engram_pack.Packer.pack, []
+
+    def read(*args):
+        if left:
+            raise OSError(left[0], os.strerror(left.pop(0)))
+        return pack(*args)
+
+    monkeypatch.setattr(engram_pack.Packer, "pack", read)
+    return left
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EIO])
+def test_a_server_that_goes_away_in_mid_copy_is_awaited(tmp_path, small, flaky, number):
+    flaky += [number] * 30
+    run(tmp_path / "copy", small)
+    assert packs_of(tmp_path / "copy") == naive_packs(small)
+
+
+def test_a_server_that_stays_away_ends_the_copy_and_the_next_run_takes_it_up(tmp_path, small, flaky):
+    flaky += [errno.ETIMEDOUT] * 1000
+    with pytest.raises(EngramRowsError, match=r"bytes \d+ on: Connection timed out; look at the source and its mount"):
+        run(tmp_path / "copy", small, options=Options(margin_bytes=0, patience_s=0))
+    assert faults(tmp_path / "copy", small)
+    flaky.clear()
+    run(tmp_path / "copy", small)
+    assert packs_of(tmp_path / "copy") == naive_packs(small)
+
+
+def test_a_local_disk_that_cannot_be_read_is_not_awaited(tmp_path, small, flaky):
+    (tmp_path / "mounts").write_text("/dev/vda / ext4 rw 0 0\n")
+    flaky += [errno.EIO] * 1000
+    with pytest.raises(EngramRowsError, match="Input/output error"):
+        run(tmp_path / "copy", small)
+    assert len(flaky) > 900
 
 
 def test_a_disk_that_writes_something_else_is_caught(tmp_path, small, monkeypatch):
@@ -423,7 +467,7 @@ def test_a_directory_on_nfs_is_refused(tmp_path, monkeypatch):
     mounts.write_text(f"/dev/vda / ext4 rw 0 0\n10.10.0.11:/srv {tmp_path}/srv nfs ro,vers=3 0 0\n")
     monkeypatch.setattr(engram_rows, "MOUNTS", mounts)
     engram_rows.check_local(tmp_path / "srv2/engram")
-    with pytest.raises(EngramRowsError, match=r"is on 10.10.0.11:/srv \(nfs\), wanted a disk of this host"):
+    with pytest.raises(EngramRowsError, match=r"srv/engram, on 10.10.0.11:/srv \(nfs\): choose a dir"):
         engram_rows.check_local(tmp_path / "srv/engram")
 
 

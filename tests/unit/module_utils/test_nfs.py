@@ -43,6 +43,42 @@ def test_version_3_on_demand():
     assert fault(RIGHT.replace("vers=4.2", "vers=3").replace("nfs4", "nfs"), version="3") == ""
 
 
+MOUNTED = """\
+/dev/root / ext4 rw,relatime 0 0
+systemd-1 /srv/models autofs rw,relatime,fd=44,direct 0 0
+10.10.0.11:/srv/models /srv/models nfs4 ro,softerr 0 0
+10.10.0.11:/home /home nfs rw 0 0
+/dev/nvme1n1 /home/cache ext4 rw 0 0
+host /opt/gb10/environments hostfs ro 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("/var/cache/gb10/vllm/triton", None),
+        ("/srv/models", "10.10.0.11:/srv/models"),
+        ("/srv/models/m/config.json", "10.10.0.11:/srv/models"),
+        ("/srv/models2", None),
+        ("/home/user/.cache", "10.10.0.11:/home"),
+        ("/home/cache/triton", None),
+        ("/opt/gb10/environments/x", None),
+    ],
+)
+def test_what_is_not_a_disk_of_the_host_is_told_apart(path, source):
+    mount = nfs.network_mount(Path(path), nfs.parse_mounts(MOUNTED))
+    assert (mount.source if mount else None) == source
+
+
+def test_a_cache_on_the_network_is_named_also_behind_a_link(tmp_path):
+    (tmp_path / "link").symlink_to("/srv/models/cache")
+    caches = {"TRITON_CACHE_DIR": "/var/cache/triton", "HOME": "/home/vllm", "HF_HOME": str(tmp_path / "link")}
+    hf, home = nfs.shared_path_faults(caches, nfs.parse_mounts(MOUNTED))
+    assert home == "HOME is /home/vllm, on 10.10.0.11:/home (nfs): choose a directory on this host's disk"
+    assert "HF_HOME is " in hf
+    assert "on 10.10.0.11:/srv/models (nfs4)" in hf
+
+
 def test_octal_escapes_of_a_path():
     assert nfs.parse_mounts(r"h:/a\040b /mnt/c\011d nfs ro 0 0")[0] == nfs.Mount(
         "h:/a b", "/mnt/c\td", "nfs", frozenset({"ro"})
