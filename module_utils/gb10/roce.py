@@ -240,7 +240,12 @@ def gid_table(ports: Iterable[Port]) -> str:
 
 
 def _interfaces(netdevs: Iterable[Netdev]) -> str:
-    return "; ".join(f"{n.name} {' '.join(map(str, n.addresses)) or 'no address'}" for n in netdevs) or "none"
+    return "; ".join(_interface(netdev) for netdev in netdevs) or "none"
+
+
+def _interface(netdev: Netdev) -> str:
+    state = " (link is down)" if netdev.operstate == "DOWN" else ""
+    return f"{netdev.name}{state} {' '.join(map(str, netdev.addresses)) or 'no address'}"
 
 
 def refused_kind(netdev: Netdev, sysfs: Path = Path("/sys")) -> str:
