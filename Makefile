@@ -10,7 +10,7 @@ PYTHON ?= python3
 PACKAGES := user-mode-linux mmdebstrap debian-archive-keyring e2fsprogs iproute2 openssh-client gcc libc6-dev patch \
 	python3-venv
 TEST_PACKAGES := qemu-system-x86
-SCENARIOS := default reject power_loss
+SCENARIOS := reject default power_loss
 WHEELS := $(or $(GB10_CACHE),/var/cache/gb10-fleet)/wheels
 
 .PHONY: help
