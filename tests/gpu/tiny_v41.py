@@ -178,6 +178,8 @@ def engine_arguments(directory: Path, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(directory: Path, out: Path, case: dict[str, Any]) -> None:
+    if case.get("sync"):
+        os.environ["VLLM_GPU_SYNC_CHECK"] = "warn"  # vLLM reports every step's waits for the GPU
     from vllm import LLM, SamplingParams
 
     use_tiny_loader()
