@@ -107,21 +107,17 @@ def read_manifest(params: dict) -> Manifest:
 def judge(params: dict, manifest: Manifest) -> list[str]:
     """All faults of the checkpoint; bytes are hashed only where everything cheaper is right."""
     directory = Path(params["directory"])
-    root = Path(params["root"]) if params["root"] else None
     probe = bounded(read_one_byte(directory / checkpoint.INDEX), params["timeout"])
     if probe.silent or probe.stale:
         return [f"{directory}: {probe.fault}; bring the model store up, then run again"]
-    faults = checkpoint.check_files(directory, manifest, root)
-    faults += checkpoint.check_headers(directory) or checkpoint.check_revision(directory, manifest.revision)
-    if faults:
-        partials = checkpoint.find_partials(root or directory)
-        faults += [f"{path}: a download that never ended" for path in partials.paths]
-        faults += checkpoint.check_space(root or directory, directory, manifest, int(params["margin_gb"] * 1e9))
-    elif params["level"] == "whole":
-        state, progress = Path(params["state"]), Path(params["progress"])
-        found = checkpoint.hash_files(directory, list(manifest.files), params["workers"], state, progress)
-        faults = checkpoint.check_digests(directory, manifest, found)
-    return faults
+    root = Path(params["root"]) if params["root"] else None
+    wanted = Manifest(manifest.model, manifest.revision, {checkpoint.INDEX: checkpoint.UNKNOWN, **manifest.files})
+    faults = checkpoint.judge(directory, wanted, root, int(params["margin_gb"] * 1e9))
+    if faults or params["level"] != "whole":
+        return faults
+    return checkpoint.verify_whole(
+        directory, manifest, params["workers"], Path(params["state"]), Path(params["progress"])
+    )
 
 
 def main() -> None:

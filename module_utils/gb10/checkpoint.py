@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -22,8 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .disk_io import read_ahead
+from .disk_io import patiently, read_ahead
 from .files import sha256_document, write_json
 from .meter import Meter
 from .safetensors import SafetensorsError, read_header
@@ -40,10 +42,13 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """What the manifest says of one file."""
+    """What the manifest says of one file; a size below 0 where nobody knows it."""
 
     size: int
     sha256: str
+
+
+UNKNOWN = Entry(-1, "")
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,12 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        return sum(entry.size for entry in self.files.values())
+        return sum(max(0, entry.size) for entry in self.files.values())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what the manifest states."""
+        return sha256_document(_content(self))
 
 
 @dataclass(frozen=True)
@@ -94,10 +104,23 @@ def read_manifest(path: Path) -> Manifest:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write ``manifest`` atomically."""
+    write_json(path, {**_content(manifest), "sha256": manifest.digest})
+
+
+def manifest_path(directory: Path) -> Path:
+    """Where the manifest of the checkpoint in ``directory`` lies: beside it, so that whoever mounts one sees both."""
+    return directory.with_name(f"{directory.name}.manifest.json")
+
+
+def _content(manifest: Manifest) -> dict[str, Any]:
     files = {name: {"bytes": e.size, "sha256": e.sha256} for name, e in sorted(manifest.files.items())}
-    content = {"format": FORMAT, "version": VERSION, "files": files}
-    content |= {"model": manifest.model, "revision": manifest.revision}
-    write_json(path, {**content, "sha256": sha256_document(content)})
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "files": files,
+        "model": manifest.model,
+        "revision": manifest.revision,
+    }
 
 
 def files_of(directory: Path) -> list[str]:
@@ -133,20 +156,49 @@ def check_files(directory: Path, manifest: Manifest, root: Path | None = None) -
             if path.is_symlink() and error.errno == errno.ENOENT:
                 dangling.append(f"{path} -> {path.readlink()}")
             else:
-                faults.append(f"{path}: {error.strerror}, wanted {entry.size} bytes")
+                faults.append(f"{path}: {error.strerror}" + (f", wanted {entry.size} bytes" if entry.size >= 0 else ""))
             continue
         readable += 1
-        if size != entry.size:
+        if entry.size >= 0 and size != entry.size:
             state = "truncated" if size < entry.size else "too long"
             faults.append(f"{path}: {state}: {size} bytes, wanted {entry.size}")
+    said = f" the manifest says {manifest.total_bytes} bytes:" if manifest.total_bytes else ""
     for links, what in ((dangling, "dangling links"), (outside, f"links that leave {root}")):
         if links:
             faults.insert(
                 0,
                 f"{readable} of {len(manifest.files)} files readable ({len(links)} {what}; first: {links[0]});"
-                f" the manifest says {manifest.total_bytes} bytes: copy or export the blobs too, or resolve the links",
+                f"{said} copy or export the blobs too, or resolve the links",
             )
     return faults
+
+
+def judge(directory: Path, manifest: Manifest, root: Path | None, margin_bytes: int) -> list[str]:
+    """Everything that is wrong with a checkpoint on this host's disk, without reading its tensors.
+
+    That is check_files, check_headers where an index is wanted, check_revision; then, as the likely reasons, downloads
+    below ``root`` that never ended, and whether the rest would fit beside ``margin_bytes``.
+    """
+    faults = check_files(directory, manifest, root)
+    if INDEX in manifest.files and _size_of(directory / INDEX) >= 0:
+        faults += check_headers(directory)
+    if manifest.revision and not faults:
+        faults += check_revision(directory, manifest.revision)
+    if faults:
+        cache = root or directory
+        faults += [f"{path}: a download that never ended" for path in find_partials(cache).paths]
+        faults += check_space(cache, directory, manifest, margin_bytes) if cache.exists() else []
+    return faults
+
+
+def verify_whole(
+    directory: Path, manifest: Manifest, workers: int, state: Path | None = None, progress: Path | None = None
+) -> list[str]:
+    """check_digests after hashing every file. An interrupted run is taken up from ``state``, a finished one is not."""
+    found = hash_files(directory, list(manifest.files), workers, state, progress)
+    if state:
+        state.unlink(missing_ok=True)
+    return check_digests(directory, manifest, found)
 
 
 def check_revision(directory: Path, revision: str) -> list[str]:
@@ -349,16 +401,31 @@ def size_text(size: int) -> str:
 # Copying
 
 
-def fetch(source: Path, directory: Path, manifest: Manifest, workers: int, progress: Path | None = None) -> list[str]:
+def fetch(
+    source: Path,
+    directory: Path,
+    manifest: Manifest,
+    workers: int,
+    progress: Path | None = None,
+    *,
+    known: Manifest | None = None,
+    margin_bytes: int = 1 << 30,
+    patience_s: float = 0,
+) -> list[str]:
     """Copy what ``directory`` lacks of the manifest from ``source``, links resolved; returns the names of it.
 
-    A file is written under its name with ``.incomplete``, goes on where an earlier run ended, and gets its name when
-    its size and SHA-256 are the manifest's. Raises CheckpointError otherwise, and when nothing may be written now.
+    A file that is there with the right size is hashed, unless ``known``, what an earlier fetch proved, says what it is.
+    Others are written under their name with ``.incomplete``, go on where an earlier run ended, and get their name when
+    size and SHA-256 are the manifest's. A server that goes away meanwhile is awaited for ``patience_s`` seconds. Raises
+    CheckpointError when a file is another one, and when nothing may be written now.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    lacking = [name for name, entry in manifest.files.items() if _size_of(directory / name) != entry.size]
+    there = [name for name, entry in manifest.files.items() if _size_of(directory / name) == entry.size]
+    proven = {name: known.files[name] for name in there if known and name in known.files}
+    proven |= hash_files(directory, [name for name in there if name not in proven], workers)
+    lacking = [name for name, entry in manifest.files.items() if proven.get(name) != entry]
     faults = check_files(source, Manifest(manifest.model, manifest.revision, {n: manifest.files[n] for n in lacking}))
-    faults += check_space(directory, directory, manifest, margin_bytes=1 << 30)
+    faults += check_space(directory, directory, manifest, margin_bytes)
     if faults:
         raise CheckpointError("\n".join(faults))
     meter = Meter(progress, sum(manifest.files[name].size for name in lacking))
@@ -367,7 +434,11 @@ def fetch(source: Path, directory: Path, manifest: Manifest, workers: int, progr
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + PARTIAL)
-        digest = _append(source / name, partial, meter)
+        resumed = partial.exists()
+        digest = _append(source / name, partial, meter, patience_s)
+        if digest != manifest.files[name].sha256 and resumed:  # by a run that copied something else
+            partial.unlink()
+            digest = _append(source / name, partial, meter, patience_s)
         if digest != manifest.files[name].sha256:
             partial.unlink()
             wanted = manifest.files[name].sha256
@@ -386,7 +457,7 @@ def fetch(source: Path, directory: Path, manifest: Manifest, workers: int, progr
     return lacking
 
 
-def _append(source: Path, partial: Path, meter: Meter) -> str:
+def _append(source: Path, partial: Path, meter: Meter, patience_s: float) -> str:
     """Bring ``partial`` to the length of ``source``; the digest of all its bytes, an earlier run's read again."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(CHUNK))
@@ -394,7 +465,7 @@ def _append(source: Path, partial: Path, meter: Meter) -> str:
         writer.seek(0)
         for file in (writer, reader):
             reader.seek(writer.tell())
-            while got := file.readinto(buffer):
+            while got := patiently(patience_s, functools.partial(file.readinto, buffer)):
                 digest.update(buffer[:got])
                 done = 0
                 while file is reader and done < got:
@@ -493,10 +564,7 @@ def _run(args: argparse.Namespace) -> list[str]:
         print(f"copied {len(fetch(args.source, args.directory, manifest, args.workers))} files")
         return []
     faults = check_files(args.directory, manifest, args.root) or check_headers(args.directory)
-    if args.whole and not faults:
-        found = hash_files(args.directory, list(manifest.files), args.workers, args.state)
-        faults = check_digests(args.directory, manifest, found)
-    return faults
+    return faults or (verify_whole(args.directory, manifest, args.workers, args.state) if args.whole else [])
 
 
 if __name__ == "__main__":

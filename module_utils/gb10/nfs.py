@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,6 +116,14 @@ def mount_fault(found: list[Mount], path: Path, source: str, version: str) -> st
     return ""
 
 
+def options_fault(live: Mount, wanted: list[str]) -> str:
+    """One sentence on wanted options that the kernel shows for every mount and does not show for this one."""
+    shown = [word for word in wanted if word.partition("=")[0] in ("softerr", "hard", "timeo", "retrans", "nconnect")]
+    shown += ["proto=rdma"] if "rdma" in wanted else []
+    missing = [word for word in shown if word not in live.options]
+    return f"{live.path}: {live.source} is mounted without {','.join(missing)}" if missing else ""
+
+
 # --------------------------------------------------------------------------------------------- probing
 
 
@@ -213,7 +221,10 @@ class Outcome:
 
 
 def _run(*command: str, timeout: float = 60) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NfsError(f"{' '.join(command)} gave no answer in {timeout:.0f} s") from error
     if result.returncode != 0:
         raise NfsError(f"{' '.join(command)} failed with {result.returncode}: {result.stderr.strip()}")
     return result.stdout
@@ -226,20 +237,6 @@ def search_faults(path: Path) -> list[str]:
         for folder in [*reversed(path.parents), path]
         if not folder.stat().st_mode & 0o001
     ]
-
-
-def checkpoint_faults(directory: Path, files: list[str]) -> list[str]:
-    """Files of a checkpoint that are missing, or that a link leads out of the store."""
-    faults = []
-    store = directory.parent.resolve()
-    for name in files:
-        path = directory / name
-        if not path.is_file():
-            what = f"dangling link to {path.readlink()}" if path.is_symlink() else "missing"
-            faults.append(f"{path}: {what}: copy the checkpoint again")
-        elif store not in path.resolve().parents:
-            faults.append(f"{path}: leads to {path.resolve()}, outside the exported {store}: copy the file itself")
-    return faults
 
 
 def serve(path: Path, client: str, options: list[str], threads: int, *, check: bool) -> Outcome:
@@ -267,16 +264,27 @@ def serve(path: Path, client: str, options: list[str], threads: int, *, check: b
 
 
 def attach(
-    path: Path, source: str, version: str, unit: str, file: str, *, timeout: float, in_use: bool, check: bool
+    path: Path,
+    source: str,
+    version: str,
+    unit: str,
+    file: str,
+    options: list[str],
+    *,
+    timeout: float,
+    in_use: bool,
+    check: bool,
 ) -> Outcome:
     """Make the live mount on PATH right: one answering layer of SOURCE. With IN_USE a rank runs on it and it stays."""
     outcome = Outcome()
     probe = probe_mount(path, source, timeout, file)
     live = layers(parse_mounts(MOUNTS.read_text()), path)
     fault = mount_fault(live, path, source, version)
-    if not probe.fault and not fault:
+    # Other options than the wanted ones are no reason to end a rank that works; they come with the next mount.
+    drift = "" if fault or in_use else options_fault(live[0], options)
+    if not probe.fault and not fault and not drift:
         return outcome
-    reason = fault or probe.fault
+    reason = fault or probe.fault or drift
     if probe.silent and not fault:
         # The right mount of a server that is away comes back with the server; a new one would hang just the same.
         outcome.faults.append(probe.fault)
@@ -302,3 +310,16 @@ def attach(
     if fault and not probe.fault:
         outcome.faults.append(f"{fault} even after mounting anew")
     return outcome
+
+
+@contextlib.contextmanager
+def mounted(source: str, at: Path, options: list[str]) -> Iterator[Path]:
+    """Mount SOURCE on AT while the block runs, and what an earlier block left there no longer."""
+    at.mkdir(parents=True, exist_ok=True)
+    for _ in layers(parse_mounts(MOUNTS.read_text()), at):
+        _run("umount", "-l", str(at))
+    _run("mount", "-t", "nfs", "-o", ",".join([*options, "retry=0"]), source, str(at))
+    try:
+        yield at
+    finally:
+        _run("umount", "-l", str(at))

@@ -43,6 +43,19 @@ def test_version_3_on_demand():
     assert fault(RIGHT.replace("vers=4.2", "vers=3").replace("nfs4", "nfs"), version="3") == ""
 
 
+@pytest.mark.parametrize(
+    ("wanted", "missing"),
+    [
+        (["ro", "vers=4.2", "softerr", "noatime", "timeo=20", "retrans=1", "_netdev"], ""),
+        (["softerr", "timeo=30", "nconnect=4"], "timeo=30,nconnect=4"),
+        (["rdma", "port=20049", "hard"], "hard,proto=rdma"),
+    ],
+)
+def test_options_that_the_live_mount_lacks_are_named(wanted, missing):
+    (live,) = nfs.parse_mounts(RIGHT.replace("softerr", "softerr,timeo=20,retrans=1"))
+    assert nfs.options_fault(live, wanted) == (f"{STORE}: {SOURCE} is mounted without {missing}" if missing else "")
+
+
 MOUNTED = """\
 /dev/root / ext4 rw,relatime 0 0
 systemd-1 /srv/models autofs rw,relatime,fd=44,direct 0 0
@@ -128,25 +141,94 @@ def checkpoint(tmp_path):
     return folder
 
 
-def test_whole_checkpoint(checkpoint):
-    assert nfs.checkpoint_faults(checkpoint, ["config.json", "shard"]) == []
-
-
-def test_dangling_link_and_missing_file(checkpoint):
-    (checkpoint / "shard").unlink()
-    (checkpoint / "shard").symlink_to("../../blobs/ab")
-    first, second = nfs.checkpoint_faults(checkpoint, ["shard", "gone"])
-    assert "dangling link to ../../blobs/ab" in first
-    assert "gone: missing" in second
-
-
-def test_link_out_of_the_store_is_refused(checkpoint, tmp_path):
-    (tmp_path / "blob").write_text("x")
-    (checkpoint / "shard").unlink()
-    (checkpoint / "shard").symlink_to(tmp_path / "blob")
-    assert "outside the exported" in nfs.checkpoint_faults(checkpoint, ["shard"])[0]
-
-
 def test_folder_that_lets_nobody_in_is_named(checkpoint):
     checkpoint.parent.chmod(0o750)
     assert any(f"chmod o+x {checkpoint.parent}" in fault for fault in nfs.search_faults(checkpoint))
+
+
+# A host: its mount table, what systemd mounts when asked, and whether the server answers.
+
+
+class FakeHost:
+    """Stands in for mount, umount, systemctl and the server."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.table, self.lines = tmp_path / "mounts", [AUTOFS]
+        self.answer, self.orders = nfs.Probe(), []
+        self.write()
+        monkeypatch.setattr(nfs, "MOUNTS", self.table)
+        monkeypatch.setattr(nfs, "bounded", lambda action, timeout: self.answer)
+        monkeypatch.setattr(nfs, "_run", self.run)
+        monkeypatch.setattr(nfs, "systemctl", self.systemctl)
+
+    def write(self) -> None:
+        self.table.write_text("\n".join(self.lines) + "\n")
+
+    def run(self, *command: str) -> None:
+        self.orders.append(" ".join(command))
+        self.lines.pop()
+        self.write()
+
+    def systemctl(self, *arguments: str, timeout: float = 60) -> None:
+        if arguments[0] == "restart":
+            self.orders.append(" ".join(arguments))
+            self.answer = nfs.Probe()
+            self.lines.append(RIGHT)
+            self.write()
+
+    def attach(self, *, in_use: bool = False, check: bool = False) -> nfs.Outcome:
+        self.write()
+        options = ["ro", "softerr"]
+        return nfs.attach(
+            STORE, SOURCE, "4.2", "srv-models", "m/config.json", options, timeout=10, in_use=in_use, check=check
+        )
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    return FakeHost(tmp_path, monkeypatch)
+
+
+OTHER = RIGHT.replace("srv/models /", "srv/models-2026-08 /").replace(" ro,", " rw,")
+STALE = nfs.Probe(fault="Stale file handle: /srv/models", stale=True)
+UMOUNT, RESTART = "umount -l /srv/models", "restart srv-models.automount"
+REPAIRS = {
+    "another export": ([AUTOFS, OTHER], nfs.Probe(), [UMOUNT, RESTART], "10.10.0.11:/srv/models-2026-08 (nfs4)"),
+    "three layers": ([AUTOFS, RIGHT, RIGHT, RIGHT], nfs.Probe(), [UMOUNT] * 3 + [RESTART], "3 mounts stacked"),
+    "nothing": ([], nfs.Probe(), [RESTART], "nothing is mounted"),
+    "stale": ([AUTOFS, RIGHT], STALE, [UMOUNT, RESTART], "Stale file handle"),
+    "options": ([AUTOFS, RIGHT.replace("softerr", "hard")], nfs.Probe(), [UMOUNT, RESTART], "mounted without softerr"),
+}
+
+
+@pytest.mark.parametrize(("lines", "answer", "orders", "reason"), REPAIRS.values(), ids=REPAIRS)
+def test_a_wrong_mount_is_replaced_by_exactly_one_right_one(host, lines, answer, orders, reason):
+    host.lines, host.answer = list(lines), answer
+    assert reason in host.attach(check=True).repaired[0]
+    assert host.orders == []
+    outcome = host.attach()
+    assert (len(outcome.repaired), outcome.faults, host.orders) == (1, [], orders)
+    assert [line for line in host.lines if line != AUTOFS] == [RIGHT]
+    assert host.attach() == nfs.Outcome()
+
+
+@pytest.mark.parametrize("name", ["another export", "three layers", "nothing", "stale"])
+def test_a_wrong_mount_below_a_running_rank_stays_and_is_told(host, name):
+    host.lines, host.answer = list(REPAIRS[name][0]), REPAIRS[name][1]
+    outcome = host.attach(in_use=True)
+    assert (outcome.repaired, host.orders) == ([], [])
+    assert "the rank is running, so the mount stays: stop the group first" in outcome.faults[0]
+
+
+def test_other_options_are_no_reason_to_end_a_rank(host):
+    host.lines = list(REPAIRS["options"][0])
+    assert host.attach(in_use=True) == nfs.Outcome()
+
+
+def test_a_server_that_is_away_is_told_and_its_mount_left_alone(host):
+    host.lines, host.answer = [AUTOFS, RIGHT], nfs.Probe(fault="no answer in 10 s", silent=True)
+    outcome = host.attach()
+    assert outcome.faults == [
+        "/srv/models from 10.10.0.11:/srv/models gives no answer in 10 s: start the export on 10.10.0.11, then retry"
+    ]
+    assert host.orders == []
