@@ -79,6 +79,22 @@ def test_unequal_or_bad_host_stops_the_run(injected):
     assert "Tune the hosts and lock their clocks" not in output
 
 
+def test_waived_difference_is_shown_with_its_reason_and_stops_nothing(request):
+    fault = next(fault for fault in FAULTS if fault["name"] == "dgx_release")
+    request.addfinalizer(lambda: on(["spark-b"], UNDO))
+    on(["spark-b"], f"export GB10_ROOT=\n{fault['inject']}")
+    result = run(
+        "ansible-playbook",
+        "playbooks/hosts.yml",
+        "-e",
+        '{"host_parity_waivers": {"dgx_release": "on trial until May"}}',
+    )
+    assert result.returncode == 0, result.stdout
+    waived = one_line(result.stdout).partition("waived")[2]
+    assert sentence_of(fault, ["spark-b"]) in waived
+    assert "on trial until May" in waived
+
+
 @faults_of("gpu_clock")
 def test_clock_fault_stops_the_bring_up(injected):
     fault, chosen = injected
