@@ -18,6 +18,19 @@ class Completion:
     fault: str = ""
 
 
+def key_fault(key: str) -> str:
+    """Why no client could send KEY, empty when it can: headers are Latin-1 for http.client, h11 and Starlette."""
+    if key != key.strip():
+        return "it begins or ends with white space, which servers cut off"
+    if not key.isprintable():
+        return "it has a character that does not print"
+    try:
+        key.encode("latin-1")
+    except UnicodeEncodeError as error:
+        return f"{key[error.start]!r} is no Latin-1 character, and a header holds no others"
+    return ""
+
+
 def complete(
     base_url: str,
     model: str,
@@ -36,6 +49,8 @@ def complete(
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
+        if fault := key_fault(api_key):
+            return Completion(fault=f"the API key cannot be sent: {fault}")
     request = urllib.request.Request(f"{base_url}/v1/completions", data=body, headers=headers)  # noqa: S310
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:  # noqa: S310 - the scheme is the caller's constant

@@ -5,16 +5,18 @@ Writes /run/gb10/rank.json, from which the launcher takes argv and environment. 
 
 from __future__ import annotations
 
+import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import engram_layout, engram_rows, rank, release, roce
+from . import access, engram_layout, engram_rows, processes, rank, release, roce
 from .files import write_json
 from .nfs import probe_mount
 
 CheckedFaults = list[str]
+# A rank holds a socket for each peer and channel, and its shards; the service manager's default is 1024.
+OPEN_FILES = 65536
 
 
 def _launch_faults(launch: dict[str, Any], previous: dict[str, Any]) -> CheckedFaults:
@@ -28,20 +30,26 @@ def _launch_faults(launch: dict[str, Any], previous: dict[str, Any]) -> CheckedF
     return []
 
 
-def _checkpoint_faults(wanted: dict[str, Any]) -> CheckedFaults:
-    directory = Path(wanted["checkpoint"])
+def _mount_faults(wanted: dict[str, Any]) -> CheckedFaults:
     mount = wanted.get("mount")
-    if mount:
-        state = probe_mount(Path(mount["path"]), mount["source"], timeout=float(mount["timeout_s"]))
-        if state.fault:
-            return [state.fault]
-    for name in wanted["checkpoint_files"]:
-        path = directory / name
-        if not path.is_file():
-            return [f"{path} is missing: the checkpoint is not whole; check the head's disk and the mount"]
-        if not rank.user_can_read(wanted["user"], path):
-            return [f"{path} is not readable for user {wanted['user']}: chmod o+r it and o+x every folder above"]
-    return []
+    if not mount:
+        return []
+    state = probe_mount(Path(mount["path"]), mount["source"], timeout=float(mount["timeout_s"]))
+    return [state.fault] if state.fault else []
+
+
+def _access_faults(wanted: dict[str, Any]) -> CheckedFaults:
+    """The engine's user reads every file it will need and writes where it will write: root's view proves neither."""
+    directory = Path(wanted["checkpoint"])
+    reads = [directory / name for name in wanted["checkpoint_files"]]
+    engram = wanted.get("engram")
+    if engram:
+        rows = Path(engram["directory"])
+        reads += [rows / engram_rows.MANIFEST, *sorted(rows.glob("layer-*.rows"))]
+    try:
+        return access.faults(wanted["user"], reads, [Path(path) for path in wanted.get("writable") or []])
+    except access.AccessError as error:
+        return [str(error)]
 
 
 def _engram_faults(wanted: dict[str, Any]) -> CheckedFaults:
@@ -56,6 +64,33 @@ def _engram_faults(wanted: dict[str, Any]) -> CheckedFaults:
     return [f"{fault}: rerun playbooks/engram.yml" for fault in faults]
 
 
+def _limit_faults(wanted: dict[str, Any]) -> CheckedFaults:
+    """The limits of this very process, which are those of the unit: what a shell shows is another matter."""
+    faults = []
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if locked != resource.RLIM_INFINITY and wanted["fabric"]["require_rdma"]:
+        faults.append(
+            f"memlock is {locked} bytes in the rank unit, wanted infinity: limits.conf does not apply to services; "
+            f"look for a drop-in with `systemctl cat {rank.UNIT}`"
+        )
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files < OPEN_FILES:
+        faults.append(
+            f"open files are limited to {files} in the rank unit, wanted at least {OPEN_FILES}: "
+            f"look for a drop-in with `systemctl cat {rank.UNIT}`"
+        )
+    return faults
+
+
+def _leftover_faults(wanted: dict[str, Any], launch: dict[str, Any]) -> CheckedFaults:
+    """Engines outside this unit, and whoever holds its ports. Nothing is ended here: a start is no place to kill."""
+    group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
+    return [
+        f"{one} is in the way: stop it by its id, or with playbooks/stop.yml where user {wanted['user']} owns it"
+        for one in processes.leftovers(group, rank.ports(wanted, launch))
+    ]
+
+
 def _memory_faults(wanted: dict[str, Any]) -> CheckedFaults:
     found, floor = rank.memory_available_mib(), wanted["memory_floor_mib"]
     if found >= floor:
@@ -66,14 +101,17 @@ def _memory_faults(wanted: dict[str, Any]) -> CheckedFaults:
 def check(wanted: dict[str, Any]) -> tuple[CheckedFaults, dict[str, str]]:
     """All faults of this host for this rank, and the environment that the fabric gives it."""
     link = Path(wanted["release_link"])
-    checks: tuple[Callable[[], CheckedFaults], ...] = (
-        lambda: _launch_faults(rank.launch(), rank.running()),
-        lambda: release.faults(link),
-        lambda: _checkpoint_faults(wanted),
-        lambda: _engram_faults(wanted),
-        lambda: _memory_faults(wanted),
-    )
-    faults = [fault for one in checks for fault in one()]
+    launch = rank.launch()
+    faults = [
+        *_launch_faults(launch, rank.running()),
+        *release.faults(link),
+        # Nothing reads the store where its server gives no answer: the reader would hang, too.
+        *(_mount_faults(wanted) or _access_faults(wanted)),
+        *_engram_faults(wanted),
+        *_limit_faults(wanted),
+        *_leftover_faults(wanted, launch),
+        *_memory_faults(wanted),
+    ]
     fabric = wanted["fabric"]
     try:
         resolved = roce.resolve(
@@ -107,7 +145,9 @@ def main() -> int:
     if empty:
         print(f"refusing to start rank {wanted['rank']}: {', '.join(empty)} would be empty", flush=True)
         return 1
-    rank.RUNNING.parent.mkdir(mode=0o755, exist_ok=True)
+    rank.RUNNING.parent.mkdir(exist_ok=True)
+    rank.RUNNING.parent.chmod(0o755)  # the unit's umask holds here, too, and the launcher is another user
+    rank.SERVING.unlink(missing_ok=True)
     write_json(
         rank.RUNNING,
         {
@@ -115,6 +155,7 @@ def main() -> int:
             "master_port": launch["master_port"],
             "release": release.current(link),
             "digest": rank.wanted_digest(wanted),
+            "api_key": rank.api_key_stamp(),
             "configured": {"argv": wanted["argv"], "environment": wanted["environment"]},
             "argv": [*wanted["argv"], "--master-port", str(launch["master_port"])],
             "environment": wanted["environment"] | fabric,

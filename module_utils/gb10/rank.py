@@ -1,7 +1,8 @@
 """One rank of the served model on this host: its configuration, its launch, its phase, its end.
 
 Files: /etc/gb10/rank.json is what the playbooks want of this rank, /etc/gb10/launch.json the launch it belongs to
-(written at every start of the group), /run/gb10/rank.json what the running process was started with.
+(written at every start of the group), /run/gb10/rank.json what the running process was started with, and
+/run/gb10/serving is there once the group has generated a token.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import pwd
 import random
 import re
 import select
+import signal
 import subprocess
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import release
+from . import causes, launches, processes, release
+from .compare import argument_faults, environment_faults, masked
 from .files import read_json, sha256_document, write_json
 from .systemd import Unit, show, systemctl
 
@@ -27,6 +31,11 @@ UNIT = "vllm-rank.service"
 CONFIGURATION = Path("/etc/gb10/rank.json")
 LAUNCH = Path("/etc/gb10/launch.json")
 RUNNING = Path("/run/gb10/rank.json")
+SERVING = Path("/run/gb10/serving")
+API_KEY = Path("/etc/gb10/api-key")
+CREDENTIAL = "api-key"
+GUARD_RECORD = Path("/var/lib/gb10/guard/last.json")
+MEMINFO = Path("/proc/meminfo")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the name is the kernel's
 # Left behind by Python's multiprocessing and by vLLM when a rank is killed.
 SHARED_MEMORY_PREFIXES = ("psm_", "sem.mp-", "sem.loky-", "nccl-", "vllm")
@@ -63,6 +72,39 @@ def wanted_digest(document: dict[str, Any]) -> str:
     return sha256_document([{key: document.get(key) for key in keys}, release.current(link)])
 
 
+def ports(document: Mapping[str, Any], launched: Mapping[str, Any]) -> list[int]:
+    """TCP ports that this rank has to listen on: the API's and, on rank 0, the rendezvous' of LAUNCHED."""
+    own = [int(port) for port in document.get("ports") or []]
+    return own + ([int(launched["master_port"])] if document.get("rank") == 0 and launched.get("master_port") else [])
+
+
+# --------------------------------------------------------------------------------------------- the key
+
+
+def read_api_key(path: Path) -> str:
+    """The key in PATH without the line end that an editor leaves; empty where there is no file."""
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n").removesuffix("\r")
+    except FileNotFoundError:
+        return ""
+
+
+def api_key_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """VLLM_API_KEY from the credential that systemd handed to the unit, nothing where it hands over none.
+
+    The environment of a process is read by its own user and root only; its arguments are read by everybody.
+    """
+    directory = inherited.get("CREDENTIALS_DIRECTORY")
+    key = read_api_key(Path(directory) / CREDENTIAL) if directory else ""
+    return {"VLLM_API_KEY": key} if key else {}
+
+
+def api_key_stamp() -> int:
+    """When the key of this host was last written (nanoseconds), 0 where it has none: tells a new key from the old one
+    without saying anything about either."""
+    return API_KEY.stat().st_mtime_ns if API_KEY.exists() else 0
+
+
 # --------------------------------------------------------------------------------------------- phases
 
 
@@ -91,6 +133,7 @@ _PHASES: tuple[tuple[int, str, re.Pattern[str]], ...] = (
 )
 STARTING = Phase(0, "starting")
 DOWN = Phase(-1, "down")
+SERVED = Phase(7, "serving")
 
 
 def phase_of(journal: str) -> Phase:
@@ -114,24 +157,103 @@ def journal(unit: Unit, lines: int | None = None) -> str:
     return result.stdout
 
 
+# --------------------------------------------------------------------------------------------- the process
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the kernel shows of the rank's process; `unknown` says why it shows nothing."""
+
+    pid: int = 0
+    argv: tuple[str, ...] = ()
+    environment: Mapping[str, str] | None = None
+    unknown: str = ""
+
+
+def see(unit: Unit) -> Seen:
+    """Arguments and environment of the engine in the unit's control group, a container's included."""
+    candidates = [unit.main_pid, *processes.members(unit.control_group)]
+    for pid in dict.fromkeys(pid for pid in candidates if pid):
+        process = processes.read(pid)
+        if process and process.is_server and "serve" in process.arguments:
+            words = process.arguments
+            try:
+                return Seen(pid, words[words.index("serve") :], processes.environment(pid))
+            except OSError as error:
+                return Seen(pid, words[words.index("serve") :], unknown=f"its environment cannot be read: {error}")
+    return Seen(unknown="no process of the unit is an engine (yet)")
+
+
+def drift(wanted: Mapping[str, Any], actual: Mapping[str, Any], seen: Seen) -> dict[str, list[str]]:
+    """How the running rank differs from its configuration: sentences by release, arguments, environment, other.
+
+    ACTUAL is the record of the start; arguments and environment are those of the process itself where it is SEEN.
+    """
+    now = release.current(Path(wanted["release_link"]))
+    running = actual.get("release", "unknown")
+    configured = actual.get("configured") or {}
+    port = ["--master-port", str(actual["master_port"])] if actual.get("master_port") else []
+    argv = list(seen.argv) or [*(configured.get("argv") or []), *port]
+    before = configured.get("environment") or {}
+    environment = before if seen.environment is None else seen.environment
+    removed = [key for key in before if key not in wanted["environment"]]
+    found = {
+        "release": [f"running release {running}, configured {now}"] if running != now else [],
+        "arguments": argument_faults([*wanted["argv"], *port], argv),
+        "environment": environment_faults(wanted["environment"], environment, removed),
+        "other": [],
+    }
+    if seen.environment is not None:
+        fabric = {key: value for key, value in (actual.get("environment") or {}).items() if key not in before}
+        found["environment"] += environment_faults(fabric, seen.environment)
+    if actual.get("api_key", 0) != api_key_stamp():
+        found["other"].append("the API key was replaced after the rank was started")
+    if not any(found.values()) and actual.get("digest") != wanted_digest(dict(wanted)):
+        found["other"].append(f"running configuration differs from {CONFIGURATION}")
+    return found
+
+
 # --------------------------------------------------------------------------------------------- reading
 
 
-def processes_of(control_group: str) -> list[int]:
-    """Living processes below a control group (cgroup v2)."""
-    if not control_group:
-        return []
-    pids: list[int] = []
-    for path in Path(f"/sys/fs/cgroup{control_group}").rglob("cgroup.procs"):
-        with contextlib.suppress(OSError):
-            pids += [int(line) for line in path.read_text().split()]
-    return pids
+def meminfo() -> dict[str, int]:
+    """/proc/meminfo, KiB."""
+    return {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+) kB", MEMINFO.read_text(), re.MULTILINE)}
 
 
 def memory_available_mib() -> int:
-    """MemAvailable of /proc/meminfo, MiB."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(match.group(1)) // 1024 if match else 0
+    """MemAvailable, MiB."""
+    return meminfo().get("MemAvailable", 0) // 1024
+
+
+def kernel_log(since: float, lines: int = 100) -> str:
+    """The kernel's last LINES since SINCE (epoch)."""
+    command = ["journalctl", "--no-pager", "-q", "-k", "-o", "cat", f"--since=@{since:.0f}", f"--lines={lines}"]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False).stdout
+
+
+def host_facts(unit: Unit) -> causes.HostFacts:
+    """What tells causes with the same line apart."""
+    floor = (read_json(CONFIGURATION) or {}).get("memory_floor_mib", 0)
+    return causes.HostFacts(
+        memlock=int(unit.memory_lock) if unit.memory_lock.isdigit() else None,
+        kernel=os.uname().release,
+        kernel_command_line=Path("/proc/cmdline").read_text(),
+        meminfo=meminfo(),
+        memory_floor_mib=int(floor),
+    )
+
+
+def likely_cause(unit: Unit, text: str) -> str:
+    """The known cause of the end of UNIT that its lines, the kernel's and the guard's suggest; empty when none does."""
+    parts = [text, f"unit result {unit.result} exit status {unit.exit_status}"]
+    if unit.left_inactive:
+        parts.append(kernel_log(unit.left_inactive))
+    guard = read_json(GUARD_RECORD) or {}
+    if guard.get("time", 0) >= unit.left_inactive > 0:
+        parts.append(f"gb10-memory-guard ended it: {guard.get('cause')}")
+    row = causes.likely("\n".join(parts), host_facts(unit))
+    return str(row) if row else ""
 
 
 def state() -> dict[str, Any]:
@@ -140,8 +262,14 @@ def state() -> dict[str, Any]:
     wanted = read_json(CONFIGURATION)
     actual = running()
     active = unit.active in ("active", "activating")
-    text = journal(unit) if unit.exists else ""
-    phase = phase_of(text) if active else DOWN
+    served = launches.ready_launch(actual.get("launch_id", "")) if active else {}
+    phase, text = DOWN, ""
+    if served:
+        phase = SERVED  # a journal that runs for weeks has lost its first lines, and reading it takes long
+    elif unit.exists:
+        text = journal(unit, None if active else 200)
+        phase = phase_of(text) if active else DOWN
+    now = time.time()
     result: dict[str, Any] = {
         "unit": unit.active,
         "unit_result": unit.result,
@@ -149,18 +277,28 @@ def state() -> dict[str, Any]:
         "main_pid": unit.main_pid,
         "invocation": unit.invocation,
         "active": active,
+        "needs_reload": unit.needs_reload,
         "since": unit.entered_active if active else unit.entered_inactive,
+        "age": round(now - unit.left_inactive, 1) if active and unit.left_inactive else 0.0,
         "phase": phase.text,
         "phase_order": phase.order,
+        "phase_name": phase.name,
+        "phase_percent": phase.percent,
+        "typical": launches.typical(launches.history(), wanted["profile"]) if wanted and "profile" in wanted else {},
+        "ready_s": (served.get("phases") or {}).get(launches.READY, 0),
         "launch_id": actual.get("launch_id", "") if active else "",
         "master_port": actual.get("master_port", 0) if active else 0,
         "staged_launch_id": launch().get("launch_id", ""),
         "memory_available_mib": memory_available_mib(),
         "configured": bool(wanted),
         "drift": "",
+        "differs": {},
+        "process": {},
         "release": "",
+        "running_release": actual.get("release", "") if active else "",
         "release_faults": [],
         "last_lines": [] if active else [line for line in text.splitlines() if line.strip()][-15:],
+        "cause": "" if active or not text else likely_cause(unit, text),
     }
     if wanted:
         link = Path(wanted["release_link"])
@@ -168,112 +306,183 @@ def state() -> dict[str, Any]:
         result["release"] = release.current(link)
         result["release_faults"] = release.faults(link) if link.exists() else [f"{link} is missing"]
         if active:
-            result["drift"] = drift(wanted, actual)
+            seen = see(unit)
+            differences = drift(wanted, actual, seen)
+            result["differs"] = {key: bool(sentences) for key, sentences in differences.items()}
+            result["drift"] = "; ".join(sentence for sentences in differences.values() for sentence in sentences)
+            result["process"] = {
+                "pid": seen.pid,
+                "argv": list(seen.argv),
+                "environment": masked(seen.environment or {}),
+                "unknown": seen.unknown,
+            }
     return result
 
 
-def drift(wanted: dict[str, Any], actual: dict[str, Any]) -> str:
-    """One sentence on how the running rank differs from its configuration, empty when it does not."""
-    if actual.get("digest") == wanted_digest(wanted):
-        return ""
-    parts = []
-    now = release.current(Path(wanted["release_link"]))
-    if actual.get("release") != now:
-        parts.append(f"running release {actual.get('release', 'unknown')}, configured {now}")
-    configured = actual.get("configured") or {}
-    if configured.get("argv") != wanted["argv"]:
-        removed = [word for word in configured.get("argv") or [] if word not in wanted["argv"]]
-        added = [word for word in wanted["argv"] if word not in (configured.get("argv") or [])]
-        parts.append(f"running argv has {removed}, configured has {added}")
-    before, after = configured.get("environment") or {}, wanted["environment"]
-    for key in sorted(set(before) | set(after)):
-        if before.get(key) != after.get(key):
-            parts.append(f"running {key}={before.get(key, 'unset')}, configured {key}={after.get(key, 'unset')}")
-    return "; ".join(parts) or "running configuration differs from /etc/gb10/rank.json"
+def ended(pidfd: int, seconds: float, *others: int) -> tuple[bool, list[int]]:
+    """Wait SECONDS for the end of the process behind PIDFD or input on OTHERS; whether it ended, whose input."""
+    readable = select.select([pidfd, *others], [], [], max(0.0, seconds))[0]
+    return pidfd in readable, [one for one in readable if one != pidfd]
+
+
+def follow(pid: int, lines: Sequence[str], known: tuple[int, str], seconds: float) -> None:
+    """Return when the output of LINES (a command) shows another phase than KNOWN, when PID ends, or after SECONDS.
+
+    Sleeps in the kernel meanwhile: waiting takes nothing from a rank that loads, and its end is seen at once.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    follower = subprocess.Popen(lines, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert follower.stdout is not None  # noqa: S101 - a pipe was asked for
+    text, phase, source = "", STARTING, [follower.stdout.fileno()]
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            over, readable = ended(pidfd, left, *source)
+            if over:
+                return
+            for one in readable:
+                chunk = os.read(one, 1 << 16)
+                if not chunk:
+                    source = []  # the journal's reader ended; the process is still watched
+                text += chunk.decode("utf-8", "replace")
+            complete, _, text = text.rpartition("\n")
+            phase = max(phase, phase_of(complete), key=lambda one: (one.order, one.percent))
+            if phase.order > known[0] or (phase.order == known[0] and phase.text != known[1]):
+                return
+    finally:
+        follower.kill()
+        follower.wait()
+        os.close(pidfd)
 
 
 def wait(known_order: int, known_phase: str, seconds: float) -> dict[str, Any]:
-    """Return `state` as soon as the phase is another than KNOWN or the rank is down, at the latest after SECONDS.
-
-    Follows the journal through one child and looks at /proc, so that waiting takes nothing from a rank that loads.
-    """
+    """`state` as soon as the phase is another than KNOWN or the rank is down, at the latest after SECONDS."""
     deadline = time.monotonic() + seconds
     unit = show(UNIT)[UNIT]
-    while unit.active in ("active", "activating") and not unit.main_pid and time.monotonic() < deadline:
+    while unit.active == "activating" and not unit.main_pid and time.monotonic() < deadline:
         time.sleep(1)  # the pre-start step still runs
         unit = show(UNIT)[UNIT]
     if unit.active not in ("active", "activating") or not unit.main_pid:
         return state()
     command = ["journalctl", "--no-pager", "-q", "-o", "cat", "--lines=all", "--follow"]
-    follower = subprocess.Popen(
-        [*command, f"_SYSTEMD_INVOCATION_ID={unit.invocation}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert follower.stdout is not None  # noqa: S101 - a pipe was asked for
-    text, phase = "", STARTING
-    try:
-        while time.monotonic() < deadline and Path(f"/proc/{unit.main_pid}").exists():
-            if select.select([follower.stdout], [], [], 1)[0]:
-                text += os.read(follower.stdout.fileno(), 1 << 16).decode("utf-8", "replace")
-                lines, _, text = text.rpartition("\n")
-                phase = max(phase, phase_of(lines), key=lambda one: (one.order, one.percent))
-                if phase.order > known_order or (phase.order == known_order and phase.text != known_phase):
-                    break
-    finally:
-        follower.kill()
-        follower.wait()
-    if not Path(f"/proc/{unit.main_pid}").exists():
-        time.sleep(1)  # systemd needs a moment to see what the kernel has told already
-    return state()
+    command.append(f"_SYSTEMD_INVOCATION_ID={unit.invocation}")
+    follow(unit.main_pid, command, (known_order, known_phase), deadline - time.monotonic())
+    found = state()
+    settled = time.monotonic() + 3
+    while found["active"] and not processes.read(unit.main_pid) and time.monotonic() < settled:
+        time.sleep(0.2)  # systemd needs a moment to see what the kernel has told already
+        found = state()
+    return found
+
+
+def record_ready() -> dict[str, float]:
+    """Remember that the group of this rank serves, and how long each phase of its launch took here."""
+    unit, wanted, actual = show(UNIT)[UNIT], configuration(), running()
+    if unit.active != "active":
+        raise RankError(f"{UNIT} is {unit.active}, wanted active: a rank that does not run cannot be ready")
+    command = ["journalctl", "--no-pager", "-q", "-o", "short-unix", f"_SYSTEMD_INVOCATION_ID={unit.invocation}"]
+    text = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, check=False).stdout
+    times = launches.phase_times(text, unit.left_inactive, lambda line: phase_of(line).name if line else "")
+    times.pop(STARTING.name, None)
+    ready = time.time() - unit.left_inactive
+    launches.record(wanted["profile"], actual["launch_id"], times, ready)
+    SERVING.write_text(actual["launch_id"] + "\n", encoding="utf-8")
+    return times | {launches.READY: round(ready, 1)}
 
 
 # --------------------------------------------------------------------------------------------- acting
 
 
-def _listening_ports() -> set[int]:
-    """Local TCP ports in LISTEN state (proc_net_tcp: state 0A)."""
-    ports = set()
-    for name in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(name).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A":
-                    ports.add(int(fields[1].rpartition(":")[2], 16))
-    return ports
-
-
 def issue_launch(previous_port: int) -> dict[str, Any]:
     """A new launch: an id nobody had and a master port that is free here and was not the last one."""
-    busy = _listening_ports() | {previous_port}
+    busy = {*processes.listeners(), previous_port}
     free = [port for port in MASTER_PORTS if port not in busy]
     # Chance only has to keep an old rank from guessing the port.
     return {"launch_id": uuid.uuid4().hex[:12], "master_port": random.choice(free), "created": int(time.time())}  # noqa: S311
 
 
+def _user_id(user: str) -> int:
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        return -1
+
+
 def stop(user: str, timeout: float) -> bool:
-    """End the whole rank and prove it; RankError if something stays. Returns whether anything had to be ended."""
+    """End the whole rank and prove it; RankError lists all that stays. Returns whether anything had to be ended."""
     unit = show(UNIT)[UNIT]
     group = unit.control_group
-    was_up = unit.active not in ("inactive", "failed") or bool(processes_of(group))
+    was_up = unit.active not in ("inactive", "failed") or bool(processes.members(group))
     if was_up:
         systemctl("stop", UNIT, timeout=timeout)
-        deadline = time.monotonic() + 10
-        while left := processes_of(group):
-            if time.monotonic() > deadline:
-                raise RankError(
-                    f"{UNIT} is stopped but processes {left} stay in its control group: "
-                    "if they are in state D they cannot be killed, reboot this host"
-                )
-            time.sleep(0.2)
+    wanted = read_json(CONFIGURATION) or {}
+    needed = ports(wanted, running())
+    uid = _user_id(user)
+    was_up = end_own(group, needed, uid) or was_up
+    deadline = time.monotonic() + 10
+    while (
+        faults := stop_faults(group, needed, uid, wanted.get("memory_floor_mib", 0))
+    ) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if faults:
+        raise RankError("\n".join(faults))
+    SERVING.unlink(missing_ok=True)
     if unit.active == "failed":
         systemctl("reset-failed", UNIT)
-    return _remove_shared_memory(user) or was_up
+    return _remove_shared_memory(uid) or was_up
 
 
-def _remove_shared_memory(user: str) -> bool:
-    try:
-        owner = pwd.getpwnam(user).pw_uid
-    except KeyError:
-        return False
+def end_own(group: str, needed: Sequence[int], uid: int, patience: float = 5) -> bool:
+    """End engine processes of user UID that live outside the unit, each by its id. Returns whether there were any."""
+    own = [
+        one.process for one in processes.leftovers(group, needed) if one.process.uid == uid and one.process.is_engine
+    ]
+    for process in own:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(process.pid)
+                try:
+                    signal.pidfd_send_signal(pidfd, number)
+                    if ended(pidfd, patience)[0]:
+                        break
+                finally:
+                    os.close(pidfd)
+    return bool(own)
+
+
+def stop_faults(group: str, needed: Sequence[int], uid: int, floor_mib: int) -> list[str]:
+    """What a stopped rank must not leave: processes, ports, memory."""
+    inside = [process for pid in processes.members(group) if (process := processes.read(pid))]
+    outside = [
+        one
+        for one in processes.leftovers(group, needed)
+        if one.ports or (one.process.uid == uid and one.process.is_engine)
+    ]
+    faults = [_stays(process, str(process)) for process in inside]
+    for one in outside:
+        own = one.process.uid == uid
+        faults.append(
+            _stays(one.process, str(one)) if own else f"{one}: not this project's, so it is left alone; end it"
+        )
+    available = memory_available_mib()
+    if available < floor_mib:
+        faults.append(
+            f"MemAvailable is {available} MiB after the stop, wanted {floor_mib} MiB: something else holds it, "
+            "or the driver does; reboot this host if nothing does"
+        )
+    return faults
+
+
+def _stays(process: processes.Process, text: str) -> str:
+    if process.state == "D":
+        return f"{text} stays: it hangs in the kernel and cannot be killed, a reboot of this host is needed"
+    return f"{text} stays after {UNIT} was stopped: kill it by its id"
+
+
+def _remove_shared_memory(owner: int) -> bool:
     removed = False
     for path in SHARED_MEMORY.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -295,6 +504,8 @@ def start(wanted_launch: dict[str, Any], timeout: float) -> bool:
             "one rank is never restarted alone; run playbooks/serve.yml"
         )
     write_json(LAUNCH, wanted_launch)
+    if unit.needs_reload:
+        systemctl("daemon-reload")
     try:
         systemctl("start", UNIT, timeout=timeout)
     except Exception as error:
@@ -302,19 +513,3 @@ def start(wanted_launch: dict[str, Any], timeout: float) -> bool:
         lines = [line for line in journal(failed, 20).splitlines() if line.strip()]
         raise RankError("\n".join([str(error), *lines])) from error
     return True
-
-
-def user_can_read(user: str, path: Path) -> bool:
-    """Whether USER could read PATH: tried in a child process that becomes that user."""
-    entry = pwd.getpwnam(user)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        with contextlib.suppress(OSError):
-            os.setgid(entry.pw_gid)
-            os.setuid(entry.pw_uid)
-            with path.open("rb") as handle:
-                handle.read(1)
-            code = 0
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

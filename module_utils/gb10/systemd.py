@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 from dataclasses import dataclass
 
@@ -24,7 +26,10 @@ def systemctl(*arguments: str, timeout: float = 60) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """State of one unit at one moment. `entered_active` is seconds since the epoch, 0 when it never was active."""
+    """State of one unit at one moment. Times are seconds since the epoch, 0 when it never was in that state.
+
+    `memory_lock` is LimitMEMLOCK as the manager applies it: bytes, or "infinity".
+    """
 
     name: str
     load: str
@@ -39,6 +44,8 @@ class Unit:
     exit_status: int
     entered_active: float
     entered_inactive: float
+    left_inactive: float = 0.0
+    memory_lock: str = ""
 
     @property
     def exists(self) -> bool:
@@ -47,7 +54,7 @@ class Unit:
 
 _PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,UnitFileState,NeedDaemonReload,MainPID,InvocationID,ControlGroup,Result,"
-    "ExecMainStatus,ActiveEnterTimestamp,InactiveEnterTimestamp"
+    "ExecMainStatus,ActiveEnterTimestamp,InactiveEnterTimestamp,InactiveExitTimestamp,LimitMEMLOCK"
 )
 
 
@@ -75,5 +82,63 @@ def show(*names: str) -> dict[str, Unit]:
             exit_status=int(values.get("ExecMainStatus", "0")),
             entered_active=_seconds(values["ActiveEnterTimestamp"]),
             entered_inactive=_seconds(values["InactiveEnterTimestamp"]),
+            left_inactive=_seconds(values.get("InactiveExitTimestamp", "")),
+            memory_lock=values.get("LimitMEMLOCK", ""),
         )
     return units
+
+
+# --------------------------------------------------------------------------------------------- unit files
+
+_START_LIMITS = ("StartLimitIntervalSec", "StartLimitBurst", "StartLimitAction")
+
+
+def settings(text: str) -> list[tuple[str, str, str]]:
+    """Section, key and value of every setting of a unit file, in order."""
+    found, section = [], ""
+    for line in text.splitlines():
+        if line.startswith("["):
+            section = line.strip("[] ")
+        elif "=" in line and not line.startswith(("#", ";")):
+            key, _, value = line.partition("=")
+            found.append((section, key.strip(), value.strip()))
+    return found
+
+
+def unit_file_faults(text: str, slowest_start_s: float) -> list[str]:
+    """What systemd accepts in a unit file and does not do: start limits that are ignored or never reached, and a start
+    time-out below SLOWEST_START_S, the slowest start known of a unit that reports its readiness itself."""
+    entries = settings(text)
+    values = {key: value for _, key, value in entries}
+    faults = [
+        f"{key} stands in [{section}], where systemd ignores it; it belongs in [Unit]"
+        for section, key, _ in entries
+        if key in _START_LIMITS and section != "Unit"
+    ]
+    if values.get("Restart", "no") != "no":
+        pause = seconds(values.get("RestartSec", "100ms"))
+        burst = int(values.get("StartLimitBurst", "5"))
+        interval = seconds(values.get("StartLimitIntervalSec", "10s"))
+        if interval and pause * (burst - 1) >= interval:
+            faults.append(
+                f"{burst} starts {pause:g} s apart never fall within StartLimitIntervalSec {interval:g} s: "
+                f"it restarts for ever; wanted more than {pause * (burst - 1):g} s"
+            )
+    reports = values.get("Type", "simple") in ("notify", "notify-reload") or "ExecStartPost" in values
+    allowed = seconds(values.get("TimeoutStartSec", values.get("TimeoutSec", "90s")))
+    if reports and 0 < allowed < slowest_start_s:  # 0 turns the time-out off
+        faults.append(f"start time-out {allowed:g} s < load time {slowest_start_s:g} s; raise TimeoutStartSec")
+    return faults
+
+
+_SPANS = {"us": 1e-6, "ms": 1e-3, "": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "hr": 3600, "d": 86400}
+
+
+def seconds(span: str) -> float:
+    """Seconds of a time span of systemd.time(7), without months and years; infinity for what systemd takes as none."""
+    if span == "infinity":
+        return math.inf
+    parts = re.findall(r"([\d.]+)\s*([a-z]*)", span)
+    if not parts or any(unit not in _SPANS for _, unit in parts):
+        raise SystemdError(f"{span!r} is no time span")
+    return sum(float(number) * _SPANS[unit] for number, unit in parts)

@@ -70,3 +70,17 @@ def test_anything_else_is_a_fault(server, status, body, text):
 
 def test_nobody_listens():
     assert "gave no completion" in complete("http://127.0.0.1:9", "m", "p", max_tokens=1, timeout=2).fault
+
+
+@pytest.mark.parametrize("key", ["k%c$HOME\\n'\"`", "é x"])
+def test_key_arrives_at_the_server_as_it_is(server, key):
+    server.handler.body = answer("abc")
+    assert ask(server, api_key=key).text == "abc"
+    assert server.seen[0]["Authorization"] == f"Bearer {key}"
+
+
+@pytest.mark.parametrize(("key", "why"), [("a\nb", "does not print"), ("π", "no Latin-1"), ("a ", "white space")])
+def test_key_that_no_header_can_hold_is_a_fault(server, key, why):
+    fault = ask(server, api_key=key).fault
+    assert why in fault
+    assert key not in fault or key == "π"

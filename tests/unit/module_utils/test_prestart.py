@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
+import resource
 from types import SimpleNamespace
 
 import pytest
-from ansible.module_utils.gb10 import launcher, prestart, rank, release, roce
+from ansible.module_utils.gb10 import access, launcher, prestart, processes, rank, release, roce
 
 AWKWARD = "π \"quoted\" 'single' %c $HOME \\ back  two"
 FABRIC = {"VLLM_HOST_IP": "192.0.2.11", "GLOO_SOCKET_IFNAME": "enp1s0f0np0"}
+UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+LIMITS = {resource.RLIMIT_MEMLOCK: UNLIMITED, resource.RLIMIT_NOFILE: (1048576, 1048576)}
 
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     """A host on which everything is right; tests spoil one thing."""
-    for name in ("CONFIGURATION", "LAUNCH", "RUNNING"):
+    monkeypatch.setattr(prestart.resource, "getrlimit", lambda which: LIMITS[which])
+    monkeypatch.setattr(processes, "leftovers", lambda group, ports: [])
+    for name in ("CONFIGURATION", "LAUNCH", "RUNNING", "SERVING", "API_KEY"):
         monkeypatch.setattr(rank, name, tmp_path / f"{name.lower()}.json")
     monkeypatch.setattr(rank, "memory_available_mib", lambda: 4000)
     monkeypatch.setattr(release, "faults", lambda link: [])
@@ -35,6 +41,7 @@ def host(tmp_path, monkeypatch):
         "release_link": str(tmp_path / "current"),
         "checkpoint": str(tmp_path / "model"),
         "checkpoint_files": ["config.json"],
+        "writable": [str(tmp_path / "cache" / "triton")],
         "mount": None,
         "memory_floor_mib": 1500,
         "fabric": {"address": "192.0.2.11", "require_rdma": True, "hca": "", "gid_index": None, "wait_s": 0},
@@ -97,3 +104,57 @@ def test_empty_variable_is_never_passed_on(host, monkeypatch, capsys):
 def test_host_without_configuration_says_what_to_run(host, capsys):
     rank.CONFIGURATION.unlink()
     assert "run playbooks/serve.yml for this host first" in refused(capsys)
+
+
+def test_rank_with_8_mib_of_locked_memory_is_refused(host, monkeypatch, capsys):
+    monkeypatch.setitem(LIMITS, resource.RLIMIT_MEMLOCK, (8388608, 8388608))
+    assert "memlock is 8388608 bytes in the rank unit, wanted infinity" in refused(capsys)
+
+
+def test_rank_with_few_open_files_is_refused(host, monkeypatch, capsys):
+    monkeypatch.setitem(LIMITS, resource.RLIMIT_NOFILE, (1024, 1048576))
+    assert "open files are limited to 1024" in refused(capsys)
+
+
+def test_leftover_is_named_and_not_ended(host, monkeypatch, capsys):
+    engine = processes.Process(4711, 0, "VLLM::EngineCor", "S", 104277, "/user.slice", ("VLLM::EngineCore",))
+    monkeypatch.setattr(processes, "leftovers", lambda group, ports: [processes.Leftover(engine, (21007,))])
+    output = refused(capsys)
+    for text in ("pid 4711", "VLLM::EngineCore", "104277 MiB", "port 21007", "of root", "is in the way"):
+        assert text in output
+
+
+def test_what_the_user_cannot_use_is_refused(host, monkeypatch, capsys):
+    seen = {}
+
+    def faults(user, reads, writes):
+        seen.update(user=user, reads=[path.name for path in reads], writes=[path.name for path in writes])
+        return ["/cache (root:root 0755): user vllm cannot write in it"]
+
+    monkeypatch.setattr(access, "faults", faults)
+    assert "cannot write in it" in refused(capsys)
+    assert seen == {"user": getpass.getuser(), "reads": ["config.json"], "writes": ["triton"]}
+
+
+def test_start_that_cannot_be_checked_is_refused(host, monkeypatch, capsys):
+    def fail(*_: object) -> None:
+        raise access.AccessError("user vllm does not exist on this host")
+
+    monkeypatch.setattr(access, "faults", fail)
+    assert "user vllm does not exist" in refused(capsys)
+
+
+def test_new_start_ends_the_proof_of_the_old_one(host):
+    rank.SERVING.write_text("l1")
+    assert prestart.main() == 0
+    assert not rank.SERVING.exists()
+
+
+def test_launcher_can_read_what_was_written_under_the_units_umask(host):
+    before = os.umask(0o077)
+    try:
+        assert prestart.main() == 0
+    finally:
+        os.umask(before)
+    assert rank.RUNNING.stat().st_mode & 0o777 == 0o644
+    assert rank.RUNNING.parent.stat().st_mode & 0o777 == 0o755
