@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from ansible.errors import AnsibleFilterError
 from ansible.module_utils.gb10 import profile as profiles
+from ansible.module_utils.gb10.completion import key_fault
 from ansible.module_utils.gb10.environment import Engine
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -126,33 +127,60 @@ def gb10_reachability_faults(fleet: list[str], results: Mapping[str, Mapping[str
 # --------------------------------------------------------------------------------------------- launches
 
 
-def gb10_launch_reasons(states: Mapping[str, Mapping[str, Any]], head: str, completion: Mapping[str, str]) -> list[str]:
+def gb10_launch_reasons(
+    states: Mapping[str, Mapping[str, Any]], head: str = "", completion: Mapping[str, str] | None = None
+) -> list[str]:
     """Why the group has to be started (stop all, start all); an empty list means that it serves.
 
-    STATES maps a host to the `rank` of gb10_rank_info. Drift is no reason: a restart for it is the operator's word.
+    STATES maps a host to the `rank` of gb10_rank_info, COMPLETION is what HEAD answered where it was asked. Drift is no
+    reason: a restart for it is the operator's word.
     """
     reasons = [f"{host}: the rank is {state['unit']}" for host, state in sorted(states.items()) if not state["active"]]
     launches = {state["launch_id"] for state in states.values() if state["active"]}
     if not reasons and len(launches) != 1:
         joined = ", ".join(f"{host} {state['launch_id'] or 'none'}" for host, state in sorted(states.items()))
         reasons.append(f"ranks of several launches run ({joined})")
-    if not reasons and completion.get("fault"):
+    if not reasons and completion and completion.get("fault"):
         reasons.append(f"{head}: {completion['fault']}")
     return reasons
 
 
 def gb10_verify_faults(states: Mapping[str, Mapping[str, Any]], head: str, completion: Mapping[str, str]) -> list[str]:
-    """What a served model still lacks: units, one launch, the reviewed tree, no drift, a token."""
+    """What a served model still lacks: units, one launch, the reviewed tree, no drift, nothing unknown, a token."""
     faults = gb10_launch_reasons(states, head, completion)
+    if not faults and not completion.get("text"):
+        faults.append(f"{head}: was not asked for a token")
     for host, state in sorted(states.items()):
         faults += [f"{host}: {fault}" for fault in state["release_faults"]]
         if state["drift"]:
             faults.append(f"{host}: {state['drift']}; group restart needed: ansible-playbook playbooks/serve.yml")
+        if state["needs_reload"]:
+            faults.append(f"{host}: the unit's file is newer than what systemd has read: rerun playbooks/serve.yml")
+        if state["active"] and state["process"].get("unknown"):
+            faults.append(f"{host}: what its rank was started with is unknown: {state['process']['unknown']}")
     releases = {state["release"] for state in states.values()}
     if len(releases) > 1:
         listed = ", ".join(f"{host} {state['release'] or 'none'}" for host, state in sorted(states.items()))
         faults.append(f"hosts have different releases ({listed}): rerun playbooks/engine.yml")
     return faults
+
+
+def gb10_ready_lines(hosts: list[str], hostvars: Mapping[str, Mapping[str, Any]], variable: str) -> list[str]:
+    """When each phase of a launch began on each host, from gb10_rank's registered results; the last is readiness."""
+    lines = []
+    for host in hosts:
+        phases = sorted(hostvars[host][variable]["phases"].items(), key=lambda entry: entry[1])
+        lines.append(f"{host}: " + ", ".join(f"{name} after {seconds:.0f} s" for name, seconds in phases))
+    return lines
+
+
+def gb10_api_key(text: str) -> str:
+    """The key of a file's TEXT as one line. AnsibleFilterError, without the key, where no client could send it."""
+    key = text.removesuffix("\n").removesuffix("\r")
+    fault = "it is empty" if not key else key_fault(key)
+    if fault:
+        raise AnsibleFilterError(f"vllm_rank_api_key_file: the API key is of no use: {fault}")
+    return key + "\n"
 
 
 def gb10_table(rows: list[Mapping[str, Any]], columns: list[str]) -> list[str]:
@@ -162,28 +190,52 @@ def gb10_table(rows: list[Mapping[str, Any]], columns: list[str]) -> list[str]:
     return ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
+def _actual(state: Mapping[str, Any], fact: str) -> str:
+    """Whether what runs is what is configured, as far as it can be told."""
+    if not state["active"]:
+        return "not running"
+    if fact == "release":
+        running = state["running_release"]
+        if not running:
+            return "unknown"
+        return running if running == state["release"] else f"{running}, configured {state['release'] or 'none'}"
+    process = state["process"]
+    if not process.get("argv") or (fact == "environment" and not process.get("environment")):
+        return "unknown"
+    return "differs" if state["differs"][fact] else "as configured"
+
+
 def gb10_status_table(hosts: list[str], hostvars: Mapping[str, Mapping[str, Any]], variable: str) -> list[str]:
-    """The table of playbooks/status.yml from each host's registered result of gb10_rank_info."""
+    """The table of playbooks/status.yml from each host's result of gb10_rank_info, and a line a difference."""
     rows: list[dict[str, Any]] = []
+    below: list[str] = []
     for host in hosts:
         result = hostvars[host].get(variable) or {}
         row: dict[str, Any] = {"host": host, "rank": hostvars[host].get("rank")}
         if state := result.get("rank"):
-            release = state["release"] or "none"
-            patches = "reviewed" if not state["release_faults"] else state["release_faults"][0]
             row |= {
                 "unit": state["unit"],
                 "launch": state["launch_id"] or "none",
                 "phase": state["phase"],
                 "memory free": f"{state['memory_available_mib'] / 1024:.1f} GiB",
                 "mount": result.get("mount"),
-                "release": release,
-                "patches": patches,
-                "drift": state["drift"] or "none",
+                "release": _actual(state, "release") if state["active"] else state["release"] or "none",
+                "patches": "reviewed" if not state["release_faults"] else "not as reviewed",
+                "arguments": _actual(state, "arguments"),
+                "environment": _actual(state, "environment"),
             }
+            below += [f"{host}: {fault}" for fault in state["release_faults"]]
+            below += [f"{host}: {state['drift']}"] if state["drift"] else []
+            below += [f"{host}: systemd has not read the unit's present file"] if state["needs_reload"] else []
+            if state["active"] and state["process"].get("unknown"):
+                below.append(f"{host}: {state['process']['unknown']}")
+            if state["cause"]:
+                below.append(f"{host}: likely cause of its end: {state['cause']}")
+        else:
+            below.append(f"{host}: {str(result.get('msg', 'gave no result')).strip()[:300]}")
         rows.append(row)
-    columns = ["host", "rank", "unit", "launch", "phase", "memory free", "mount", "release", "patches", "drift"]
-    return gb10_table(rows, columns)
+    columns = ["host", "rank", "unit", "launch", "phase", "memory free", "mount", "release", "patches"]
+    return [*gb10_table(rows, [*columns, "arguments", "environment"]), *below]
 
 
 # --------------------------------------------------------------------------------------------- patches
@@ -261,6 +313,8 @@ class FilterModule:
                 gb10_launch_reasons,
                 gb10_verify_faults,
                 gb10_status_table,
+                gb10_ready_lines,
+                gb10_api_key,
                 gb10_patch_series,
                 gb10_engine_lock,
                 gb10_environment_identity,

@@ -26,6 +26,14 @@ options:
       max_tokens: {description: Tokens to generate., type: int, default: 8}
       pattern: {description: Regular expression that the text must match., type: str, default: "."}
       timeout: {description: Seconds for the request., type: float, default: 60}
+      warm_up:
+        description: >-
+          Requests before the one that counts, each with the prompt repeated so many times; the first ones after a start compile
+          kernels for the lengths they meet.
+        type: list
+        elements: int
+        default: []
+      key_file: {description: File on the host that holds the API key; absent where the API has none., type: path, default: /etc/gb10/api-key}
 author: [gb10-fleet maintainers (@gb10-fleet)]
 """
 
@@ -66,6 +74,8 @@ def argument_spec() -> dict:
         "max_tokens": {"type": "int", "default": 8},
         "pattern": {"type": "str", "default": "."},
         "timeout": {"type": "float", "default": 60},
+        "warm_up": {"type": "list", "elements": "int", "default": []},
+        "key_file": {"type": "path", "default": str(rank.API_KEY)},
     }
     return {
         "wait": {"type": "float", "default": 0},
@@ -91,6 +101,16 @@ def mount_state(path: str) -> str:
     return probe.fault or (live[-1].source if live else "not mounted")
 
 
+def ask(warm_up: list, key_file: str, prompt: str, pattern: str, **options: object) -> Completion:
+    """The completion that counts, after those that only have to come; the first fault ends it."""
+    options["api_key"] = rank.read_api_key(Path(key_file))
+    for times in warm_up:
+        answer = complete(prompt=" ".join([prompt] * times), **options)
+        if answer.fault:
+            return Completion(fault=f"warm-up with the prompt {times} times: {answer.fault}")
+    return complete(prompt=prompt, pattern=pattern, **options)
+
+
 def main() -> None:
     module = AnsibleModule(argument_spec=argument_spec(), supports_check_mode=True)
     params = module.params
@@ -100,7 +120,7 @@ def main() -> None:
         module.fail_json(msg=str(error), rank={}, completion={})
     answer = Completion()
     if params["completion"] and found["active"]:
-        answer = complete(**params["completion"])
+        answer = ask(**params["completion"])
     module.exit_json(
         changed=False,
         rank=found,

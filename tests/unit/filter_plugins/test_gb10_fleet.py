@@ -96,9 +96,14 @@ def state(**changes):
         "unit": "active",
         "launch_id": "l1",
         "release": "r1",
+        "running_release": "r1",
         "release_faults": [],
         "drift": "",
+        "differs": {"release": False, "arguments": False, "environment": False, "other": False},
+        "process": {"pid": 7, "argv": ["serve"], "environment": {"X": "16"}, "unknown": ""},
+        "needs_reload": False,
         "phase": "serving",
+        "cause": "",
         "memory_available_mib": 2048,
     } | changes
 
@@ -110,7 +115,9 @@ TOKEN = {"text": "abc", "fault": ""}
     ("changes", "answer", "reason"),
     [
         ({}, TOKEN, ""),
+        ({}, None, ""),  # before the head is asked
         ({"b": state(active=False, unit="failed")}, TOKEN, "b: the rank is failed"),
+        ({"b": state(active=False, unit="failed")}, {}, "b: the rank is failed"),
         ({"b": state(launch_id="l0")}, TOKEN, "ranks of several launches run (a l1, b l0)"),
         ({}, {"text": "", "fault": "answered 500"}, "a: answered 500"),
         ({"b": state(drift="running X=8, configured X=16")}, TOKEN, ""),
@@ -121,18 +128,27 @@ def test_reason_to_start(changes, answer, reason):
     assert reasons == ([reason] if reason else [])
 
 
+UNKNOWN = {"pid": 0, "argv": [], "environment": {}, "unknown": "no process of the unit is an engine (yet)"}
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (state(drift="running X=8, configured X=16"), "group restart needed"),
+        (state(drift="running X=8, configured X=16"), "b: running X=8, configured X=16; group restart needed"),
         (state(release_faults=["edited"]), "b: edited"),
         (state(release="r0"), "hosts have different releases (a r1, b r0)"),
+        (state(needs_reload=True), "b: the unit's file is newer than what systemd has read"),
+        (state(process=UNKNOWN), "b: what its rank was started with is unknown: no process"),
     ],
 )
 def test_served_but_not_as_configured(changes, text):
     faults = gb10_fleet.gb10_verify_faults({"a": state(), "b": changes}, "a", TOKEN)
     assert len(faults) == 1
     assert text in faults[0]
+
+
+def test_head_that_was_not_asked_proves_nothing():
+    assert gb10_fleet.gb10_verify_faults({"a": state()}, "a", {}) == ["a: was not asked for a token"]
 
 
 def test_unreachable_host_is_named_and_the_others_listed():
@@ -143,15 +159,93 @@ def test_unreachable_host_is_named_and_the_others_listed():
     assert faults[0].endswith("reachable are a, c")
 
 
+def table(**results):
+    hostvars = {host: {"rank": rank, "s": result} for rank, (host, result) in enumerate(results.items())}
+    return gb10_fleet.gb10_status_table(list(results), hostvars, "s")
+
+
+def columns(header, line, *names):
+    """Cells of LINE below the NAMES of HEADER."""
+    starts = {name: header.index(name) for name in names}
+    return [line[start:].split("  ")[0].strip() for start in starts.values()]
+
+
+FACTS = ("release", "arguments", "environment")
+
+
+@pytest.mark.parametrize(
+    ("changes", "cells"),
+    [
+        ({}, ["r1", "as configured", "as configured"]),
+        ({"process": UNKNOWN}, ["r1", "unknown", "unknown"]),
+        (
+            {"process": {"pid": 7, "argv": ["serve"], "environment": {}, "unknown": "denied"}},
+            ["r1", "as configured", "unknown"],
+        ),
+        ({"differs": {"arguments": True, "environment": False}}, ["r1", "differs", "as configured"]),
+        ({"differs": {"arguments": False, "environment": True}}, ["r1", "as configured", "differs"]),
+        ({"running_release": "r0"}, ["r0, configured r1", "as configured", "as configured"]),
+        ({"running_release": ""}, ["unknown", "as configured", "as configured"]),
+        ({"active": False, "unit": "failed"}, ["r1", "not running", "not running"]),
+    ],
+)
+def test_status_shows_what_runs_against_what_is_configured(changes, cells):
+    header, line, *_ = table(a={"rank": state(**changes), "mount": "local"})
+    assert columns(header, line, *FACTS) == cells
+
+
 def test_status_shows_unknown_for_a_silent_host():
-    hostvars = {
-        "a": {"rank": 0, "s": {"rank": state(), "mount": "local"}},
-        "b": {"rank": 1, "s": {"unreachable": True}},
-    }
-    header, first, second = gb10_fleet.gb10_status_table(["a", "b"], hostvars, "s")
+    header, first, second, below = table(
+        a={"rank": state(), "mount": "local"}, b={"unreachable": True, "msg": "timed out"}
+    )
     assert header.split()[:3] == ["host", "rank", "unit"]
     assert "2.0 GiB" in first
     assert second.split()[:3] == ["b", "1", "unknown"]
+    assert columns(header, second, *FACTS) == ["unknown"] * 3
+    assert below == "b: timed out"
+
+
+def test_status_tells_every_difference_below_the_table():
+    lines = table(
+        a={
+            "rank": state(drift="running X=8, configured X=16", release_faults=["edited"], needs_reload=True),
+            "mount": "local",
+        },
+        b={"rank": state(active=False, unit="failed", cause="killed [killed]"), "mount": "x"},
+    )
+    assert lines[3:] == [
+        "a: edited",
+        "a: running X=8, configured X=16",
+        "a: systemd has not read the unit's present file",
+        "b: likely cause of its end: killed [killed]",
+    ]
+
+
+def test_time_to_ready_is_told_for_each_host():
+    hostvars = {"a": {"r": {"phases": {"ready": 90.4, "joined": 10.0}}}}
+    assert gb10_fleet.gb10_ready_lines(["a"], hostvars, "r") == ["a: joined after 10 s, ready after 90 s"]
+
+
+@pytest.mark.parametrize("key", ["plain", "k%c$HOME\\n'\"`é x"])
+def test_key_is_taken_as_it_is(key):
+    assert gb10_fleet.gb10_api_key(key + "\n") == key + "\n"
+    assert gb10_fleet.gb10_api_key(key) == key + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "is empty"),
+        ("\n", "is empty"),
+        ("secret-a\nsecret-b\n", "does not print"),
+        (" secret", "white space"),
+        ("secret-π", "'π' is no Latin-1 character"),
+    ],
+)
+def test_key_that_no_client_could_send_is_refused_without_showing_it(text, why):
+    with pytest.raises(AnsibleFilterError, match=why) as raised:
+        gb10_fleet.gb10_api_key(text)
+    assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("engine", sorted(path.parent.name for path in gb10_fleet.PATCHES.glob("*/series.yml")))

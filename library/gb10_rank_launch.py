@@ -5,27 +5,32 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 ---
-module: gb10_rank_wait
-short_description: Follow all ranks of a launch until the model generates a token
+module: gb10_rank_launch
+short_description: Start all ranks in order and follow them until the model generates a token
 description:
-  - Shows each rank's phase while it waits, never more than ten seconds without a line.
-  - Fails on every host as soon as one rank ends, with the last lines of that rank.
+  - Has to run on all hosts at once. Each starts its rank when the ranks before it in O(order) are started.
+  - Shows each rank's phase while it waits, never more than ten seconds without a line, with percentage and time left where this
+    profile was launched before.
+  - Fails on every host as soon as one rank ends, with the last lines of that rank and the likely cause.
 options:
   fleet: {description: All hosts in the order to show them., type: list, elements: str, required: true}
+  order: {description: All hosts in the order to start them., type: list, elements: str, required: true}
   head: {description: The host that answers the API., type: str, required: true}
-  launch_id: {description: The launch that every rank has to be in., type: str, required: true}
+  launch: {description: The launch to join., type: dict, required: true}
   completion: {description: "The completion that proves readiness, as for M(gb10_rank_info).", type: dict, required: true}
   timeout: {description: Seconds until the first token., type: float, required: true}
+  start_timeout: {description: Seconds that systemd may take to start one rank., type: float, default: 210}
   poll: {description: Seconds that one look waits on a host for something to happen., type: float, default: 45}
 author: [gb10-fleet maintainers (@gb10-fleet)]
 """
 
 EXAMPLES = r"""
-- name: Follow the ranks until the model generates a token
-  gb10_rank_wait:
+- name: Start the ranks and follow them until the model generates a token
+  gb10_rank_launch:
     fleet: "{{ groups['fleet'] }}"
+    order: "{{ groups['fleet'] | gb10_by_rank(hostvars) | reverse }}"
     head: spark-a
-    launch_id: 0123456789ab
+    launch: {launch_id: 0123456789ab, master_port: 21000}
     completion: {base_url: "http://127.0.0.1:8000", model: tiny, prompt: "the"}
     timeout: 900
 """
@@ -33,4 +38,5 @@ EXAMPLES = r"""
 RETURN = r"""
 seconds: {description: Seconds from the call to the first token., returned: success, type: int}
 text: {description: The generated text., returned: success, type: str}
+rank: {description: The rank as M(gb10_rank_info) saw it last., returned: always, type: dict}
 """

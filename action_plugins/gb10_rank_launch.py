@@ -1,0 +1,238 @@
+"""Start all ranks of a launch in order and follow them until the head generates a token, or one of them dies."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ansible import constants
+from ansible.errors import AnsibleConnectionFailure
+from ansible.module_utils.gb10 import launches
+from ansible.plugins.action import ActionBase
+from ansible.utils.display import Display
+
+SILENCE_S = 8  # the longest time without a line on the operator's screen
+PATIENCE_S = 60  # a host that loads a model answers late; one without power never does
+
+display = Display()
+
+
+class LookError(Exception):
+    """Why a rank could not be started or looked at."""
+
+
+class Board:
+    """What the hosts' processes on the controller tell each other: one small file a host.
+
+    Ansible runs this action once a host, each in a process of its own; they share the run's temporary folder, which
+    Ansible removes at its end.
+    """
+
+    def __init__(self, launch_id: str) -> None:
+        self.directory = Path(constants.DEFAULT_LOCAL_TMP) / f"launch-{launch_id}"
+        self.directory.mkdir(exist_ok=True)
+
+    def post(self, host: str, note: dict[str, Any]) -> None:
+        partial = self.directory / f".{host}"
+        partial.write_text(json.dumps(note | {"at": time.time()}))
+        partial.rename(self.directory / f"{host}.json")
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        return {path.stem: json.loads(path.read_text()) for path in self.directory.glob("*.json")}
+
+
+def phases_text(fleet: list[str], notes: dict[str, dict[str, Any]]) -> str:
+    """Every rank's phase."""
+    return " | ".join(f"{host} {notes.get(host, {}).get('phase', 'no word yet')}" for host in fleet)
+
+
+def estimate_text(notes: dict[str, dict[str, Any]], now: float) -> str:
+    """Percentage and time left of the rank that is furthest behind, empty where no host has seen such a launch."""
+    found = [
+        launches.estimate(note["typical"], note["phase_name"], note["percent"], note["age"] + now - note["at"])
+        for note in notes.values()
+        if note.get("typical")
+    ]
+    known = [one for one in found if one is not None]
+    if not known:
+        return ""
+    left = max(seconds for _, seconds in known)
+    return f"{min(percent for percent, _ in known):2d} %, about {left:.0f} s left" if left >= 1 else "any moment"
+
+
+def progress_line(fleet: list[str], notes: dict[str, dict[str, Any]], elapsed: float, now: float) -> str:
+    """One line for the operator: seconds so far, the estimate, every rank's phase."""
+    parts = [f"  {elapsed:4.0f} s", estimate_text(notes, now), phases_text(fleet, notes)]
+    return "  ".join(part for part in parts if part)
+
+
+class Ticker(threading.Thread):
+    """Shows the board while the action waits for its host: at every change, and at least every SILENCE_S."""
+
+    def __init__(self, board: Board, fleet: list[str]) -> None:
+        super().__init__(daemon=True)
+        self.board, self.fleet = board, fleet
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        started = last = time.monotonic()
+        shown = ""
+        while not self.over.wait(1):
+            notes = self.board.read()
+            phases = phases_text(self.fleet, notes)
+            if phases != shown or time.monotonic() - last >= SILENCE_S:
+                line = progress_line(self.fleet, notes, time.monotonic() - started, time.time())
+                display.display(line, color=constants.COLOR_VERBOSE)
+                shown, last = phases, time.monotonic()
+
+
+def verdict(host: str, head: str, notes: dict[str, dict[str, Any]]) -> str | None:
+    """None: go on waiting. Empty text: the model serves. Other text: why the launch is lost."""
+    own = notes.get(host, {})
+    if own.get("fault"):
+        return str(own["fault"])
+    lost = sorted((note["at"], other, note["fault"]) for other, note in notes.items() if note.get("fault"))
+    if lost:
+        _, other, fault = lost[0]  # what failed later most likely failed because of it
+        return f"given up because of {other}: {fault.splitlines()[0]}"
+    return "" if notes.get(head, {}).get("text") else None
+
+
+def turn(host: str, order: list[str], notes: dict[str, dict[str, Any]]) -> bool | None:
+    """Whether HOST starts its rank now; None when it never will, because a launch with a fault is lost."""
+    if any(note.get("fault") for note in notes.values()):
+        return None
+    return all(notes.get(other, {}).get("started") for other in order[: order.index(host)])
+
+
+def note_of(state: dict[str, Any], completion: dict[str, Any], launch_id: str) -> dict[str, Any]:
+    """What one look at a rank tells the others."""
+    note: dict[str, Any] = {
+        "started": True,
+        "phase": state["phase"],
+        "phase_name": state["phase_name"],
+        "percent": state["phase_percent"],
+        "age": state["age"],
+        "typical": state["typical"],
+        "text": completion["text"],
+    }
+    if not state["active"]:
+        note["fault"] = (
+            f"rank {state.get('rank', '?')} ended ({state['unit']}, {state['unit_result']}, "
+            f"exit status {state['exit_status']}); likely cause: {state['cause'] or 'none that is known'}; "
+            "its last lines:\n" + "\n".join(state["last_lines"])
+        )
+    elif state["launch_id"] and state["launch_id"] != launch_id:
+        note["fault"] = f"the rank runs in launch {state['launch_id']}, wanted {launch_id}; was it started by hand?"
+    elif completion["fault"]:
+        note["fault"] = f"the first completion failed: {completion['fault']}"
+    return note
+
+
+class ActionModule(ActionBase):
+    """Action of gb10_rank_launch; its options are documented in the module of the same name."""
+
+    TRANSFERS_FILES = False
+    _requires_connection = True
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        super().run(tmp, task_vars)
+        arguments = self._task.args
+        if self._task.check_mode:
+            return {"changed": True, "rank": {}}
+        host = (task_vars or {})["inventory_hostname"]
+        board = Board(arguments["launch"]["launch_id"])
+        ticker = Ticker(board, list(arguments["fleet"]))
+        if host == arguments["head"]:
+            ticker.start()
+        try:
+            return self._follow(arguments, host, board, task_vars)
+        finally:
+            ticker.over.set()
+
+    def _follow(
+        self, arguments: dict[str, Any], host: str, board: Board, task_vars: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Work on this host and look at the board until one of them decides.
+
+        A look blocks on the host for as long as nothing happens there, so it has a thread of its own: news from
+        another host end this action at once, and the look that is under way is left to end by itself.
+        """
+        started = time.monotonic()
+        self._due = started + float(arguments["timeout"])
+        self._state: dict[str, Any] = {}
+        threading.Thread(target=self._work, args=(arguments, host, board, task_vars), daemon=True).start()
+        while True:
+            notes = board.read()
+            outcome = verdict(host, arguments["head"], notes)
+            now = time.monotonic()
+            if outcome is None and now - started > float(arguments["timeout"]):
+                outcome = f"no token {now - started:.0f} s after the start, wanted one in {arguments['timeout']} s"
+                board.post(host, notes.get(host, {}) | {"fault": outcome})
+            elif outcome is None and now > self._due:
+                outcome = "gives no answer any more: look at its power and at the management network"
+                board.post(host, notes.get(host, {}) | {"fault": outcome})
+            if outcome:
+                return {"failed": True, "changed": True, "msg": outcome, "rank": self._state}
+            if outcome == "":
+                text = notes[arguments["head"]]["text"]
+                return {"changed": True, "seconds": round(now - started), "text": text, "rank": self._state}
+            time.sleep(0.5)
+
+    def _work(self, arguments: dict[str, Any], host: str, board: Board, task_vars: dict[str, Any] | None) -> None:
+        """Start this host's rank in its turn, then look at it again and again."""
+        launch_id = arguments["launch"]["launch_id"]
+        try:
+            while (now := turn(host, list(arguments["order"]), board.read())) is not True:
+                if now is None:
+                    return
+                time.sleep(0.2)
+            board.post(host, {"phase": "starting"})
+            start = {"state": "started", "launch": arguments["launch"], "timeout": arguments["start_timeout"]}
+            self._ask("gb10_rank", start, float(arguments["start_timeout"]), task_vars)
+            board.post(host, {"phase": "starting", "started": True})
+            while True:
+                note = self._look(arguments, host == arguments["head"], launch_id, task_vars)
+                board.post(host, note)
+                if note.get("fault") or note.get("text"):
+                    return
+        except LookError as error:
+            board.post(host, {"phase": "lost", "fault": str(error)})
+        except Exception as error:  # the action would wait for this thread to its very end
+            board.post(host, {"phase": "lost", "fault": f"its launch cannot be followed: {error!r}"})
+            raise
+
+    def _look(
+        self, arguments: dict[str, Any], is_head: bool, launch_id: str, task_vars: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """One look at this host's rank; blocks on the host until its phase changes or the poll time is over."""
+        before = self._state
+        options: dict[str, Any] = {
+            "wait": float(arguments["poll"]),
+            "phase": before.get("phase", ""),
+            "phase_order": before.get("phase_order", -2),
+        }
+        longest = float(arguments["poll"])
+        if is_head and before.get("phase") == "serving":
+            completion = arguments["completion"]
+            longest = float(completion.get("timeout", 60)) * (1 + len(completion.get("warm_up", [])))
+            options = {"completion": completion}
+        result = self._ask("gb10_rank_info", options, longest, task_vars)
+        self._state = result["rank"]
+        return note_of(result["rank"], result["completion"], launch_id)
+
+    def _ask(
+        self, module: str, options: dict[str, Any], longest: float, task_vars: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Result of MODULE on this host, which should take LONGEST seconds; raises LookError with the host's words."""
+        self._due = time.monotonic() + longest + PATIENCE_S
+        try:
+            result = self._execute_module(module_name=module, module_args=options, task_vars=task_vars)
+        except AnsibleConnectionFailure as error:
+            raise LookError(f"does not answer any more: {error}") from error
+        if result.get("failed"):
+            raise LookError(str(result.get("msg")))
+        return dict(result)
