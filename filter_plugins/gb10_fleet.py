@@ -154,6 +154,10 @@ def gb10_verify_faults(states: Mapping[str, Mapping[str, Any]], head: str, compl
         faults += [f"{host}: {fault}" for fault in state["release_faults"]]
         if state["drift"]:
             faults.append(f"{host}: {state['drift']}; group restart needed: ansible-playbook playbooks/serve.yml")
+        faults += [
+            f"{host}: the journal of the start lacks {line!r}: the engine took a slower path than the profile expects"
+            for line in state["log_missing"]
+        ]
         if state["needs_reload"]:
             faults.append(f"{host}: the unit's file is newer than what systemd has read: rerun playbooks/serve.yml")
         if state["active"] and state["process"].get("unknown"):
@@ -226,6 +230,7 @@ def gb10_status_table(hosts: list[str], hostvars: Mapping[str, Mapping[str, Any]
             }
             below += [f"{host}: {fault}" for fault in state["release_faults"]]
             below += [f"{host}: {state['drift']}"] if state["drift"] else []
+            below += [f"{host}: the journal of the start lacks {line!r}" for line in state["log_missing"]]
             below += [f"{host}: systemd has not read the unit's present file"] if state["needs_reload"] else []
             if state["active"] and state["process"].get("unknown"):
                 below.append(f"{host}: {state['process']['unknown']}")

@@ -44,8 +44,13 @@ def ready_launch(launch_id: str) -> dict[str, Any]:
     return next((one for one in history() if one.get("launch_id") == launch_id), {})
 
 
-def record(profile: str, launch_id: str, phases: Mapping[str, float], ready: float) -> bool:
-    """Remember a launch that became ready; the last KEPT of each profile stay. Returns whether it is new."""
+def record(
+    profile: str, launch_id: str, phases: Mapping[str, float], ready: float, log_missing: Sequence[str] = ()
+) -> bool:
+    """Remember a launch that became ready; the last KEPT of each profile stay. Returns whether it is new.
+
+    LOG_MISSING are lines that the profile wants in the journal and that were not there.
+    """
     if ready_launch(launch_id):
         return False
     entry = {
@@ -53,6 +58,7 @@ def record(profile: str, launch_id: str, phases: Mapping[str, float], ready: flo
         "launch_id": launch_id,
         "ready_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "phases": dict(phases) | {READY: round(ready, 1)},
+        "log_missing": list(log_missing),
     }
     entries = [*history(), entry]
     same = [one for one in entries if one.get("profile") == profile][:-KEPT]

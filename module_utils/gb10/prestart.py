@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import access, engram_layout, engram_rows, processes, rank, release, roce
+from . import access, engram_layout, engram_rows, memory, processes, rank, release, roce
 from .files import write_json
 from .nfs import probe_mount
 
@@ -102,6 +102,7 @@ def check(wanted: dict[str, Any]) -> tuple[CheckedFaults, dict[str, str]]:
     """All faults of this host for this rank, and the environment that the fabric gives it."""
     link = Path(wanted["release_link"])
     launch = rank.launch()
+    print(memory.make_room(wanted["memory_floor_mib"]), flush=True)
     faults = [
         *_launch_faults(launch, rank.running()),
         *release.faults(link),
@@ -159,6 +160,7 @@ def main() -> int:
             "configured": {"argv": wanted["argv"], "environment": wanted["environment"]},
             "argv": [*wanted["argv"], "--master-port", str(launch["master_port"])],
             "environment": wanted["environment"] | fabric,
+            "container": wanted.get("container"),
             "python": wanted["python"],
             "python_path": wanted["python_path"],
         },

@@ -67,7 +67,7 @@ def running() -> dict[str, Any]:
 
 def wanted_digest(document: dict[str, Any]) -> str:
     """Digest of all that decides what the process is: release, argv, environment, fabric, checkpoint."""
-    keys = ("argv", "environment", "fabric", "checkpoint", "python_path", "world_size", "rank")
+    keys = ("argv", "environment", "fabric", "checkpoint", "python_path", "container", "world_size", "rank")
     link = Path(document["release_link"])
     return sha256_document([{key: document.get(key) for key in keys}, release.current(link)])
 
@@ -290,6 +290,8 @@ def state() -> dict[str, Any]:
         "master_port": actual.get("master_port", 0) if active else 0,
         "staged_launch_id": launch().get("launch_id", ""),
         "memory_available_mib": memory_available_mib(),
+        "memory_total_mib": meminfo().get("MemTotal", 0) // 1024,
+        "log_missing": served.get("log_missing") or [],
         "configured": bool(wanted),
         "drift": "",
         "differs": {},
@@ -388,7 +390,9 @@ def record_ready() -> dict[str, float]:
     times = launches.phase_times(text, unit.left_inactive, lambda line: phase_of(line).name if line else "")
     times.pop(STARTING.name, None)
     ready = time.time() - unit.left_inactive
-    launches.record(wanted["profile"], actual["launch_id"], times, ready)
+    # Looked for now, while the journal has all of the launch. The head logs them, once.
+    missing = [line for line in wanted.get("log_proof") or [] if line not in text] if wanted["rank"] == 0 else []
+    launches.record(wanted["profile"], actual["launch_id"], times, ready, missing)
     SERVING.write_text(actual["launch_id"] + "\n", encoding="utf-8")
     return times | {launches.READY: round(ready, 1)}
 

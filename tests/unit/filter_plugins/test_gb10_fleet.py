@@ -102,6 +102,7 @@ def state(**changes):
         "differs": {"release": False, "arguments": False, "environment": False, "other": False},
         "process": {"pid": 7, "argv": ["serve"], "environment": {"X": "16"}, "unknown": ""},
         "needs_reload": False,
+        "log_missing": [],
         "phase": "serving",
         "cause": "",
         "memory_available_mib": 2048,
@@ -138,6 +139,7 @@ UNKNOWN = {"pid": 0, "argv": [], "environment": {}, "unknown": "no process of th
         (state(release_faults=["edited"]), "b: edited"),
         (state(release="r0"), "hosts have different releases (a r1, b r0)"),
         (state(needs_reload=True), "b: the unit's file is newer than what systemd has read"),
+        (state(log_missing=["UE8M0"]), "b: the journal of the start lacks 'UE8M0'"),
         (state(process=UNKNOWN), "b: what its rank was started with is unknown: no process"),
     ],
 )

@@ -9,7 +9,7 @@ import resource
 from types import SimpleNamespace
 
 import pytest
-from ansible.module_utils.gb10 import access, launcher, prestart, processes, rank, release, roce
+from ansible.module_utils.gb10 import access, launcher, memory, prestart, processes, rank, release, roce
 
 AWKWARD = "π \"quoted\" 'single' %c $HOME \\ back  two"
 FABRIC = {"VLLM_HOST_IP": "192.0.2.11", "GLOO_SOCKET_IFNAME": "enp1s0f0np0"}
@@ -22,6 +22,7 @@ def host(tmp_path, monkeypatch):
     """A host on which everything is right; tests spoil one thing."""
     monkeypatch.setattr(prestart.resource, "getrlimit", lambda which: LIMITS[which])
     monkeypatch.setattr(processes, "leftovers", lambda group, ports: [])
+    monkeypatch.setattr(memory, "make_room", lambda floor: f"room for {floor} MiB")
     for name in ("CONFIGURATION", "LAUNCH", "RUNNING", "SERVING", "API_KEY"):
         monkeypatch.setattr(rank, name, tmp_path / f"{name.lower()}.json")
     monkeypatch.setattr(rank, "memory_available_mib", lambda: 4000)
@@ -142,6 +143,13 @@ def test_start_that_cannot_be_checked_is_refused(host, monkeypatch, capsys):
 
     monkeypatch.setattr(access, "faults", fail)
     assert "user vllm does not exist" in refused(capsys)
+
+
+def test_room_is_made_before_memory_is_judged(host, monkeypatch):
+    free = {"mib": 900}
+    monkeypatch.setattr(rank, "memory_available_mib", lambda: free["mib"])
+    monkeypatch.setattr(memory, "make_room", lambda floor: str(free.update(mib=floor)))
+    assert prestart.main() == 0
 
 
 def test_new_start_ends_the_proof_of_the_old_one(host):

@@ -306,6 +306,16 @@ def test_ready_launch_records_its_phases_and_tells_the_guard(host, monkeypatch):
     assert rank.SERVING.read_text() == "l1\n"
 
 
+@pytest.mark.parametrize(("number", "missing"), [(0, ["UE8M0"]), (1, [])])
+def test_line_that_proves_the_fast_path_is_looked_for_on_the_head(host, monkeypatch, number, missing):
+    wanted = {"profile": "tiny", "rank": number, "log_proof": ["UE8M0", "startup complete"]}
+    rank.CONFIGURATION.write_text(json.dumps(wanted))
+    monkeypatch.setattr(rank, "show", lambda *_: {rank.UNIT: unit()})
+    monkeypatch.setattr(rank.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, SERVING, ""))
+    rank.record_ready()
+    assert launches.ready_launch("l1")["log_missing"] == missing
+
+
 def test_rank_that_ended_is_not_recorded_as_ready(host, monkeypatch):
     monkeypatch.setattr(rank, "show", lambda *_: {rank.UNIT: unit(active="failed")})
     with pytest.raises(rank.RankError, match="is failed, wanted active"):

@@ -38,6 +38,7 @@ def render(tmp_path, **changes):
         "vllm_rank_user": "vllm",
         "vllm_rank_fabric_wait": 60,
         "_vllm_rank_library": "/usr/local/lib/gb10-fleet",
+        "_vllm_rank_backend": "venv",
         "_vllm_rank_has_key": False,
         "_vllm_rank_writable": ["/var/lib/gb10/vllm", "/var/cache/gb10/vllm/triton"],
     } | changes
