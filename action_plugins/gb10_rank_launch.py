@@ -8,11 +8,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ansible.module_utils
 from ansible import constants
 from ansible.errors import AnsibleConnectionFailure
-from ansible.module_utils.gb10 import launches
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
+
+PACKAGES = str(Path(__file__).resolve().parent.parent / "module_utils")
+if PACKAGES not in ansible.module_utils.__path__:  # Ansible finds the project's folder for modules, not for actions
+    ansible.module_utils.__path__.append(PACKAGES)
+
+from ansible.module_utils.gb10 import launches  # noqa: E402 the path above
 
 SILENCE_S = 8  # the longest time without a line on the operator's screen
 PATIENCE_S = 60  # a host that loads a model answers late; one without power never does
