@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from .container import PIN
 from .engram_layout import EngramLayoutError, parse_config, row_ranges
 
 # Key -> (type, required), by section; "" is the top.
@@ -28,6 +29,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], bool]]] = {
         "arguments": (dict, True),
         "environment": (dict, True),
         "require_rdma": (bool, True),
+        "log_proof": (list, False),
         "memory_floor_mib": (int, True),
         "start_timeout_s": (int, True),
         "readiness": (dict, True),
@@ -35,11 +37,22 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], bool]]] = {
         "memory": (dict, False),
         "engram": (dict, False),
     },
-    "engine": {"name": (str, True), "python": (str, True), "machine": (str, True)},
+    "engine": {
+        "name": (str, True),
+        "python": (str, True),
+        "machine": (str, True),
+        "backend": (str, False),
+        "image": (str, False),
+        "digest": (str, False),
+        "command": (list, False),
+        "gpu": (bool, False),
+        "mounts": (list, False),
+    },
     "checkpoint": {
         "directory": (str, True),
         "files": (list, True),
         "shards": (int, False),
+        "store": (str, False),
         "model": (str, False),
         "revision": (str, False),
     },
@@ -48,6 +61,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], bool]]] = {
         "max_tokens": (int, True),
         "pattern": (str, True),
         "timeout_s": ((int, float), True),
+        "warm_up": (list, False),
     },
     "model": {
         "type": (str, True),
@@ -65,6 +79,18 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], bool]]] = {
         "working_gib": ((int, float), False),
         "kv_bytes_per_token": (int, False),
     },
+}
+
+BACKENDS = ("venv", "container")
+STORES = ("nfs", "copy")
+# What load() fills in, so that no reader needs a default of its own.
+ENGINE_DEFAULTS: dict[str, Any] = {
+    "backend": "venv",
+    "image": "",
+    "digest": "",
+    "command": [],
+    "gpu": True,
+    "mounts": [],
 }
 
 # What this project gives each rank itself, from the inventory, the launch or a profile's own key.
@@ -144,7 +170,12 @@ def load(directory: Path, name: str, patches: Path) -> dict[str, Any]:
     checkpoint = document["checkpoint"]
     count = checkpoint.get("shards", 0)
     shards = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-    return {**document, "checkpoint": checkpoint | {"files": [*checkpoint["files"], *shards]}}
+    return {
+        **document,
+        "engine": ENGINE_DEFAULTS | document["engine"],
+        "checkpoint": checkpoint | {"files": [*checkpoint["files"], *shards]},
+        "log_proof": document.get("log_proof", []),
+    }
 
 
 # --------------------------------------------------------------------------------------------- judging
@@ -217,6 +248,53 @@ def _environment_faults(environment: Mapping[str, Any]) -> list[str]:
         elif not value or "\0" in value:
             found.append(f"environment.{name} is {value!r}, wanted text that a process can be given")
     return found
+
+
+def _engine_faults(engine: Mapping[str, Any], patches: Path) -> list[str]:
+    backend, found = engine.get("backend", "venv"), []
+    if backend not in BACKENDS:
+        found.append(f"engine.backend is {backend!r}, wanted {' or '.join(BACKENDS)}")
+    if backend == "venv":
+        found += [
+            f"engine {engine['name']} has no files/patches/{engine['name']}/{file}"
+            for file in ("series.yml", "requirements.txt")
+            if not (patches / engine["name"] / file).is_file()
+        ]
+    if backend == "container":
+        found += [
+            f"engine.{key} is missing: the container backend needs it"
+            for key in ("image", "command")
+            if not engine.get(key)
+        ]
+    image, digest = engine.get("image", ""), engine.get("digest", "")
+    if re.search(r"[@\s]|:[^/]*$", image):
+        found.append(
+            f"engine.image is {image!r}, wanted a repository without tag and digest: a tag names another image tomorrow"
+        )
+    if digest and not PIN.fullmatch(digest):
+        found.append(f"engine.digest is {digest!r}, wanted sha256: and 64 hexadecimal digits")
+    for key, pattern, wanted in (
+        ("command", r"[^\0]+", "words"),
+        ("mounts", r"/[^:\0]*", "absolute paths without a colon"),
+    ):
+        found += [
+            f"engine.{key} has {word!r}, wanted {wanted}"
+            for word in engine.get(key, [])
+            if not isinstance(word, str) or not re.fullmatch(pattern, word)
+        ]
+    return found
+
+
+def digest_faults(profile: Mapping[str, Any], digest: str | None) -> list[str]:
+    """What is wrong with the DIGEST that the inventory (vllm_image_digest) or else the profile pins an image by."""
+    engine = profile["engine"]
+    digest = digest or engine["digest"]
+    if engine["backend"] != "container" or PIN.fullmatch(digest):
+        return []
+    return [
+        f"vllm_image_digest is {digest or 'not set'}, wanted sha256: and 64 hexadecimal digits: {engine['image']} "
+        "has to be pinned; its registry's page, or `podman pull` and `podman image ls --digests`, tell the digest"
+    ]
 
 
 def _model_faults(document: Mapping[str, Any]) -> list[str]:
@@ -308,12 +386,7 @@ def faults(name: str, document: Any, patches: Path) -> list[str]:
         return [f"profile {name}: the file holds {type(document).__name__}, wanted a mapping"]
     found = _shape_faults("", document)
     if not found:
-        engine = document["engine"]["name"]
-        found += [
-            f"engine {engine} has no files/patches/{engine}/{file}"
-            for file in ("series.yml", "requirements.txt")
-            if not (patches / engine / file).is_file()
-        ]
+        found += _engine_faults(document["engine"], patches)
         if "config.json" not in document["checkpoint"]["files"]:
             found.append("checkpoint.files does not name config.json")
         if not document["served_model_names"]:
@@ -321,7 +394,15 @@ def faults(name: str, document: Any, patches: Path) -> list[str]:
         lists = {
             "served_model_names": document["served_model_names"],
             "checkpoint.files": document["checkpoint"]["files"],
+            "log_proof": document.get("log_proof", []),
         }
+        found += [
+            f"readiness.warm_up has {length!r}, wanted numbers of tokens to generate before ready is declared"
+            for length in document["readiness"].get("warm_up", [])
+            if not _typed(length, int) or length < 1
+        ]
+        if (store := document["checkpoint"].get("store", "nfs")) not in STORES:
+            found.append(f"checkpoint.store is {store!r}, wanted {' or '.join(STORES)}")
         for key, items in lists.items():
             found += [f"{key} has {item!r}, wanted text" for item in items if not isinstance(item, str) or not item]
         if document["tensor_parallel_size"] < 1:
@@ -354,13 +435,14 @@ def capture_sizes(speculative_tokens: int, max_num_seqs: int, method: str = "dsp
 
 
 def memory_budget(
-    profile: Mapping[str, Any], hosts: Mapping[str, Mapping[str, float]], guard_gib: float = 5.0
+    profile: Mapping[str, Any], hosts: Mapping[str, Mapping[str, float | None]], guard_gib: float = 5.0
 ) -> dict[str, list[Any]]:
     """What a rank takes of each host's memory, in GiB, and what does not fit.
 
     HOSTS maps a host to ``total_mib`` and ``available_mib`` (MemTotal and MemAvailable). The engine claims
     ``gpu-memory-utilization`` of the total: weights, vision, graphs and working memory; the rest is its KV cache. The
-    guard's floor has to stay available beside the claim. Returns ``rows`` (one a host, the cache None where the profile
+    guard's floor has to stay available beside the claim; that is not judged where an engine holds its memory already,
+    told by an ``available_mib`` of None. Returns ``rows`` (one a host, the cache None where the profile
     does not know what the engine needs beside it) and ``faults``.
     """
     memory = profile.get("memory", {})
@@ -370,9 +452,11 @@ def memory_budget(
     fixed = {key: float(memory.get(f"{key}_gib", 0)) for key in ("weights", "vision", "graphs", "working")}
     rows, found = [], []
     for host, state in hosts.items():
-        total, available = state["total_mib"] / 1024, state["available_mib"] / 1024
+        total = float(state["total_mib"] or 0) / 1024
         claim = total * float(share)
-        numbers = {"claim": claim, "available": available, "left": available - claim}
+        numbers = {"claim": claim}
+        if (free := state["available_mib"]) is not None:
+            numbers |= {"available": free / 1024, "left": free / 1024 - claim}
         tokens = None
         if "weights_gib" in memory:
             numbers |= fixed | {"kv": claim - sum(fixed.values())}
@@ -384,11 +468,11 @@ def memory_budget(
                 f"{memory['kv_floor_tokens']}: {share:g} of {total:.2f} GiB less {sum(fixed.values()):.2f} GiB; "
                 "take a lane with less context or raise gpu-memory-utilization"
             )
-        if numbers["left"] < guard_gib:
+        if numbers.get("left", guard_gib) < guard_gib:
             found.append(
-                f"{host}: {available:.2f} GiB are available and the engine claims {claim:.2f} GiB, which leaves "
-                f"{numbers['left']:.2f} GiB, wanted {guard_gib:g} GiB for the memory guard: end what else uses memory, "
-                "or lower gpu-memory-utilization"
+                f"{host}: {numbers['available']:.2f} GiB are available and the engine claims {claim:.2f} GiB, which "
+                f"leaves {numbers['left']:.2f} GiB, wanted {guard_gib:g} GiB for the memory guard: end what else uses "
+                "memory, or lower gpu-memory-utilization"
             )
     return {"rows": rows, "faults": found}
 

@@ -28,6 +28,8 @@ def test_filters_keep_their_names():
         "gb10_argv",
         "gb10_capture_sizes",
         "gb10_memory_budget",
+        "gb10_memory_faults",
+        "gb10_digest_faults",
     }
 
 
@@ -50,6 +52,7 @@ def changed(document, path, value):
 
 ABSENT = object()
 TINY, FLASH, FLASH_TP2 = "tiny-cpu-tp4", "deepseek-v4.1-flash-tp4", "deepseek-v4-flash-tp2"
+IMAGE = "deepseek-v4-flash-tp2-container"
 SIZES = "arguments/compilation-config/cudagraph_capture_sizes"
 FAULTS = {
     "missing key": (TINY, "readiness", ABSENT, "key readiness is missing"),
@@ -63,6 +66,17 @@ FAULTS = {
     "number for text": (TINY, "engine/python", 3.11, "engine.python is 3.11, wanted str, in quotes"),
     "engine without patches": (TINY, "engine/name", "vllm-9", "no files/patches/vllm-9/series.yml"),
     "engine without lock": (TINY, "engine/name", "vllm-9", "no files/patches/vllm-9/requirements.txt"),
+    "unknown backend": (TINY, "engine/backend", "docker", "engine.backend is 'docker', wanted venv or container"),
+    "container without image": (IMAGE, "engine/image", "", "engine.image is missing: the container backend needs it"),
+    "container without command": (IMAGE, "engine/command", [], "engine.command is missing"),
+    "image by tag": (IMAGE, "engine/image", "docker.io/x/vllm:latest", "wanted a repository without tag and digest"),
+    "image with digest": (IMAGE, "engine/image", "x/vllm@sha256:ab", "wanted a repository without tag and digest"),
+    "short digest": (IMAGE, "engine/digest", "sha256:ab", "engine.digest is 'sha256:ab', wanted sha256: and 64"),
+    "relative mount": (IMAGE, "engine/mounts", ["opt/x"], "engine.mounts has 'opt/x', wanted absolute paths"),
+    "mount with a colon": (IMAGE, "engine/mounts", ["/a:/b"], "engine.mounts has '/a:/b', wanted absolute paths"),
+    "unknown store": (TINY, "checkpoint/store", "ceph", "checkpoint.store is 'ceph', wanted nfs or copy"),
+    "warm-up of nothing": (TINY, "readiness/warm_up", [0], "readiness.warm_up has 0, wanted numbers of tokens"),
+    "proof that is no text": (TINY, "log_proof", [5], "log_proof has 5, wanted text"),
     "no config.json": (TINY, "checkpoint/files", [], "does not name config.json"),
     "no name": (TINY, "served_model_names", [], "served_model_names is empty"),
     "name as a number": (TINY, "served_model_names", ["a", 4.1], "served_model_names has 4.1, wanted text"),
@@ -276,3 +290,31 @@ def test_budget_fault_is_named(hosts, share, texts):
     document = changed(gb10_profile.gb10_profile(FLASH), "arguments/gpu-memory-utilization", share)
     faults = gb10_profile.gb10_memory_budget(document, hosts)["faults"]
     assert [fault.startswith(text) for fault, text in zip(faults, texts, strict=True)] == [True] * len(texts)
+
+
+def test_running_rank_is_judged_by_the_total_alone():
+    state = {"memory_total_mib": 121.7 * 1024, "memory_available_mib": 5000, "active": True}
+    profile = gb10_profile.gb10_profile(FLASH)
+    assert gb10_profile.gb10_memory_faults(profile, {"a": state, "away": {}}) == []
+    faults = gb10_profile.gb10_memory_faults(profile, {"a": state | {"active": False}})
+    assert ["4.88 GiB are available" in fault for fault in faults] == [True]
+    assert gb10_profile.gb10_memory_faults(profile, {"a": state | {"memory_total_mib": 64 * 1024}})
+
+
+@pytest.mark.parametrize(
+    ("name", "digest", "fault"),
+    [
+        (IMAGE, "sha256:" + "0" * 64, False),
+        (IMAGE, "", True),
+        (IMAGE, None, True),
+        (IMAGE, "production-ready", True),
+        (FLASH_TP2, "", False),
+    ],
+)
+def test_image_has_to_be_pinned(name, digest, fault):
+    assert bool(gb10_profile.gb10_digest_faults(gb10_profile.gb10_profile(name), digest)) is fault
+
+
+def test_colon_of_a_registrys_port_is_no_tag():
+    document = changed(gb10_profile.gb10_profile(IMAGE), "engine/image", "registry.lan:5000/vllm")
+    assert profiles.faults("p", document, PATCHES) == []
