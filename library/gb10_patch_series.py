@@ -9,7 +9,7 @@ module: gb10_patch_series
 short_description: Make a patched release of an engine beside the untouched one, and switch to it
 description:
   - Applies the whole series to a new release or not at all; a tree that is patched already, edited by somebody else or of
-    another version is refused with the file, the SHA-256 found and the one wanted.
+    another version is refused with the file, the SHA-256 found and the one wanted. So is a release that was edited since.
   - The previous release stays; O(rollback) switches back to it.
 options:
   environments: {description: Directory that holds the environments., type: path, required: true}
@@ -92,9 +92,11 @@ def apply(params: dict, check: bool) -> dict:
     result["digest"] = (record or {}).get("digest", "")
     if record is None:
         return result | {"changed": True}
-    standing = not release.faults(releases / name, series, whole=params["whole"])
-    result["changed"] = now != name or not standing
-    if not standing and (found := release.source_faults(source, series)):
+    found = release.faults(releases / name, series, whole=params["whole"])
+    result["changed"] = now != name or bool(found)
+    if found and not (releases / name / release.RECORD).exists():
+        found = release.source_faults(source, series)  # not made yet
+    if found:
         raise release.ReleaseFault("\n".join(found))
     if result["changed"] and not check:
         made = release.make(source, releases, series, params["python"])

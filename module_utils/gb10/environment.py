@@ -2,6 +2,9 @@
 
 Layout: ``<root>/<engine>-<id>/`` holds site-packages and, written last, ``environment.json``. The id is taken from the
 lock file and the Python version, so another lock is another directory and an old one stays for a rollback.
+
+One host installs; the others unpack what it packed, so that no two hosts can have other files, and only one needs a
+package index. The SHA-256 of the archive reaches them beside the archive, from the host that made it.
 """
 
 from __future__ import annotations
@@ -13,13 +16,15 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from .files import exclusive, read_json, write_json
+from .meter import Meter
 
 RECORD = "environment.json"
 # PyTorch's CPU builds carry a local version (+cpu), which PyPI does not take.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CHUNK = 8 << 20  # bytes of an archive that are read and hashed at once
 
 
 class EnvironmentFault(Exception):
@@ -85,6 +90,7 @@ def install(root: Path, engine: Engine) -> bool:
             subprocess.run(
                 [sys.executable, "-m", "compileall", "-q", "-j", "0", str(partial)], check=False, capture_output=True
             )
+        os.sync()  # before the record, which says that all is there
         write_json(
             partial / RECORD,
             {
@@ -100,6 +106,85 @@ def install(root: Path, engine: Engine) -> bool:
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         return True
+
+
+def pack(root: Path, engine: Engine, archive: Path, progress: Path | None = None) -> str:
+    """Write the environment to ARCHIVE (tar) unless it is there whole; returns the SHA-256 of the archive."""
+    if not read(root, engine):
+        raise EnvironmentFault(f"{root / engine.identity} is not complete, so it cannot be packed: install it first")
+    record = archive.with_name(archive.name + ".json")
+    with exclusive(archive.parent):
+        known = read_json(record)
+        if known and archive.is_file() and archive.stat().st_size == known["bytes"]:
+            return str(known["sha256"])
+        record.unlink(missing_ok=True)
+        partial = archive.with_name(f".{archive.name}.partial")
+        command = ["tar", "-c", "--owner=0", "--group=0", "--numeric-owner", "-C", str(root), engine.identity]
+        tar = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        with partial.open("wb") as target:
+            digest, size = _copy(cast("IO[bytes]", tar.stdout), target, Meter(progress, 0))
+        _end(tar, f"packing {root / engine.identity}")
+        partial.replace(archive)
+        write_json(record, {"sha256": digest, "bytes": size})
+        return digest
+
+
+def unpack(root: Path, engine: Engine, archive: Path, wanted: str, progress: Path | None = None) -> bool:
+    """Unpack what `pack` wrote on another host, unless it is here; WANTED is the archive's SHA-256 there.
+
+    Nothing is kept of an archive with another digest. Returns whether anything was unpacked.
+    """
+    with exclusive(root):
+        if read(root, engine):
+            return False
+        if not archive.is_file():
+            raise EnvironmentFault(f"{archive} is missing: is the model store mounted? Rerun playbooks/storage.yml")
+        partial = root / f".partial-{engine.identity}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        tar = subprocess.Popen(
+            ["tar", "-x", "--no-same-owner", "-C", str(partial)], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        try:
+            with archive.open("rb") as source:
+                found, size = _copy(source, cast("IO[bytes]", tar.stdin), Meter(progress, archive.stat().st_size))
+        except BrokenPipeError:
+            found, size = "", 0  # tar says why
+        _end(tar, f"unpacking {archive}")
+        step = "delete it and rerun playbooks/engine.yml"
+        made = partial / engine.identity
+        record = read_json(made / RECORD) or {}
+        if found == wanted and record.get("digest") == record_digest(made):
+            final = root / engine.identity
+            shutil.rmtree(final, ignore_errors=True)
+            os.sync()  # before the name, which says that all is there
+            made.rename(final)
+        shutil.rmtree(partial)
+        if found != wanted:
+            raise EnvironmentFault(f"{archive} ({size} bytes) has sha256 {found}, wanted {wanted}: {step}")
+        if not read(root, engine):
+            raise EnvironmentFault(
+                f"{archive} holds no whole {engine.identity}: delete it and rerun playbooks/engine.yml"
+            )
+        return True
+
+
+def _copy(source: IO[bytes], target: IO[bytes], meter: Meter) -> tuple[str, int]:
+    """Copy all of SOURCE; returns its SHA-256 and its size."""
+    digest, size = hashlib.sha256(), 0
+    while chunk := source.read(CHUNK):
+        digest.update(chunk)
+        target.write(chunk)
+        size += len(chunk)
+        meter.done(len(chunk))
+    return digest.hexdigest(), size
+
+
+def _end(tar: subprocess.Popen[bytes], what: str) -> None:
+    """Wait for tar and raise what it said."""
+    _, errors = tar.communicate()
+    if tar.returncode != 0:
+        raise EnvironmentFault(f"{what} failed: {errors.decode(errors='replace').strip()[-500:]}")
 
 
 def _pip(command: list[str]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import kernel_prebuild
 from .files import exclusive, read_json, sha256_document, sha256_file, write_json
 
 RECORD = "release.json"
@@ -159,11 +160,17 @@ def _stat(path: Path) -> list[int]:
 
 
 def make(environment: Path, root: Path, series: Series, python: str) -> Path:
-    """Make the release unless it stands; returns its folder. Raises ReleaseFault with every fault found."""
+    """Make the release unless it stands; returns its folder. Raises ReleaseFault with every fault found.
+
+    A release that was finished and edited since is not made again over the edit: somebody may want it.
+    """
     name = release_name(environment.name, series)
     final = root / name
     with exclusive(root):
-        if faults(final, series, whole=True):
+        found = faults(final, series, whole=True)
+        if found and (final / RECORD).exists():
+            raise ReleaseFault("\n".join(found))
+        if found:
             found = source_faults(environment, series)
             if found:
                 raise ReleaseFault("\n".join(found))
@@ -191,6 +198,7 @@ def _make(environment: Path, final: Path, series: Series, python: str) -> None:
         scripts = [str(site / path) for path in series.files if path.endswith(".py")]
         if scripts:
             subprocess.run([python, "-m", "compileall", "-q", *scripts], check=True, capture_output=True)
+        os.sync()  # before the record, which says that all is there
         write_json(
             partial / RECORD,
             {
@@ -233,6 +241,7 @@ def faults(release: Path, series: Series | None = None, *, whole: bool = False) 
     reads the files again. SERIES, where the caller has it, must be the one that the release was made from.
     """
     step = "rerun playbooks/engine.yml"
+    again = f"delete {release.resolve()} and {step}"
     try:
         record = read_json(release / RECORD)
     except ValueError as error:
@@ -249,12 +258,12 @@ def faults(release: Path, series: Series | None = None, *, whole: bool = False) 
     for path, (wanted, stat) in sorted(entries.items()):
         target = release / "site" / path
         if not target.is_file():
-            found.append(f"{target}: missing, wanted sha256 {wanted}: {step}")
+            found.append(f"{target}: missing, wanted sha256 {wanted}: {again}")
         elif whole or _stat(target) != stat:
             digest = sha256_file(target)
             if digest != wanted:
-                found.append(f"{target}: edited after patching: sha256 found {digest}, wanted {wanted}: {step}")
-    return found
+                found.append(f"{target}: edited after patching: sha256 found {digest}, wanted {wanted}: {again}")
+    return found + kernel_prebuild.faults(release, whole=whole)
 
 
 def current(link: Path) -> str:

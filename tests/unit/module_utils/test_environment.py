@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,65 @@ def test_missing_torch_is_looked_for_on_pytorchs_index_and_explained():
     script = ["sh", "-c", "echo 'ERROR: No matching distribution found for torch==2.13.0+cpu' >&2; exit 1"]
     with pytest.raises(EnvironmentFault, match=r"download\.pytorch\.org.*PIP_FIND_LINKS"):
         environment._pip(script)
+
+
+# ------------------------------------------------------------- one host packs, the others unpack
+
+
+@pytest.fixture
+def packed(tmp_path, installed):
+    """An installed environment and its archive: (archive, sha256)."""
+    environment.install(tmp_path / "built", ENGINE)
+    archive = tmp_path / "store" / f"{ENGINE.identity}.tar"
+    return archive, environment.pack(tmp_path / "built", ENGINE, archive)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_other_hosts_get_the_same_files(tmp_path, packed):
+    archive, digest = packed
+    assert environment.unpack(tmp_path / "host", ENGINE, archive, digest, tmp_path / "progress.json")
+    assert tree(tmp_path / "host" / ENGINE.identity) == tree(tmp_path / "built" / ENGINE.identity)
+    assert json.loads((tmp_path / "progress.json").read_text())["done_bytes"] == archive.stat().st_size
+    archive.unlink()
+    assert not environment.unpack(tmp_path / "host", ENGINE, archive, digest)
+
+
+def test_packed_once(tmp_path, packed):
+    archive, digest = packed
+    before = archive.stat().st_mtime_ns
+    assert environment.pack(tmp_path / "built", ENGINE, archive) == digest
+    assert archive.stat().st_mtime_ns == before
+    archive.write_bytes(archive.read_bytes()[:-512])  # as a full disk leaves it
+    assert environment.pack(tmp_path / "built", ENGINE, archive) == digest
+
+
+def test_only_a_complete_environment_is_packed(tmp_path):
+    with pytest.raises(EnvironmentFault, match="is not complete"):
+        environment.pack(tmp_path, ENGINE, tmp_path / "x.tar")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda archive: archive.unlink(), "is missing"),
+        (lambda archive: archive.write_bytes(b"x" * 20000), "unpacking .* failed"),
+        (lambda archive: archive.write_bytes(archive.read_bytes()[:700]), "wanted"),
+        (lambda archive: archive.write_bytes(archive.read_bytes().replace(b"abc", b"abd")), "wanted"),
+    ],
+)
+def test_damaged_archive_leaves_nothing(tmp_path, packed, damage, said):
+    archive, digest = packed
+    damage(archive)
+    with pytest.raises(EnvironmentFault, match=said):
+        environment.unpack(tmp_path / "host", ENGINE, archive, digest)
+    assert environment.read(tmp_path / "host", ENGINE) is None
+
+
+def test_archive_of_another_engine_is_refused(tmp_path, packed):
+    archive, digest = packed
+    other = Engine("engine-2", "3.11", "x86_64", ENGINE.lock)
+    with pytest.raises(EnvironmentFault, match="holds no whole engine-2"):
+        environment.unpack(tmp_path / "host", other, archive, digest)

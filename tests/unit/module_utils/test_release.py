@@ -136,6 +136,9 @@ def test_edit_after_patching_is_found(environment, whole):
     assert len(found) == 1
     assert sha(PATCHED + "# edit\n") in found[0]
     assert sha(PATCHED) in found[0]
+    with pytest.raises(release.ReleaseFault, match=f"edited after patching.*delete {made}"):
+        make(environment)
+    shutil.rmtree(made)
     assert make(environment) == made
     assert release.faults(made, whole=True) == []
 

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 np = pytest.importorskip("numpy")
+import refresh  # noqa: E402
 from engram_files import REVISION, random_rows, sign, write_checkpoint, write_pack  # noqa: E402
 from reader_lib import COMMON, SERIES, Part, Reader, build, new_files  # noqa: E402
 
@@ -31,18 +32,9 @@ def load(name: str, path: Path) -> Any:
     return module
 
 
-refresh = load("gb10_refresh", SERIES.parent / "refresh.py")
 DOCUMENT = yaml.safe_load((SERIES / "series.yml").read_text())
 PATCHES = [item["file"] for item in DOCUMENT["patches"]]
 FILES = DOCUMENT["files"]
-
-
-@pytest.fixture(scope="module")
-def wheel() -> Path:
-    found = refresh.find_wheel("vllm", "0.33.0")
-    if found is None:
-        pytest.skip("no vllm 0.33.0 wheel in $GB10_CACHE/wheels; `make wheels` fetches it")
-    return found
 
 
 @pytest.fixture
