@@ -72,14 +72,7 @@ class Buffer:
     def read(self, fd: int, span: tuple[int, int]) -> memoryview:
         """The file's bytes in ``span``; raises ShortReadError when it ends earlier."""
         start, end = span
-        data = self.view[: end - start]
-        done = 0
-        while done < len(data):
-            got = os.preadv(fd, [data[done:]], start + done)
-            if not got:
-                raise ShortReadError(start + done)
-            done += got
-        return data
+        return _read(fd, self.view[: end - start], start)
 
 
 class Packer(Buffer):
@@ -98,13 +91,7 @@ class Packer(Buffer):
         """
         read_ahead(fd, weight_offset, rows * WEIGHT_BYTES)
         _read_rows(fd, self._weights[:rows], weight_offset)
-        data = os.pread(fd, rows * SCALE_BYTES, scale_offset)
-        while len(data) < rows * SCALE_BYTES:
-            more = os.pread(fd, rows * SCALE_BYTES - len(data), scale_offset + len(data))
-            if not more:
-                raise ShortReadError(scale_offset + len(data))
-            data += more
-        scales = memoryview(data).cast("Q")
+        scales = _read(fd, memoryview(bytearray(rows * SCALE_BYTES)), scale_offset).cast("Q")
         stride = BLOCK_BYTES // SCALE_BYTES
         for i in range(min(ROWS_PER_BLOCK, rows)):
             column = scales[i::ROWS_PER_BLOCK]
@@ -146,7 +133,18 @@ def _read_rows(fd: int, rows: Sequence[memoryview], offset: int) -> None:
     done = 0
     while done < len(rows):
         got = os.preadv(fd, rows[done : done + IOV_MAX], offset + done * WEIGHT_BYTES)
-        whole = got // WEIGHT_BYTES
-        if not whole:
-            raise ShortReadError(offset + done * WEIGHT_BYTES + got)
-        done += whole  # a row that came in part is read again
+        whole, part = divmod(got, WEIGHT_BYTES)
+        if part or not got:  # a read that fails ends at a page, in the middle of a row: ask on for the reason
+            _read(fd, rows[done + whole][part:], offset + done * WEIGHT_BYTES + got)
+            whole += 1
+        done += whole
+
+
+def _read(fd: int, data: memoryview, offset: int) -> memoryview:
+    done = 0
+    while done < len(data):
+        got = os.preadv(fd, [data[done:]], offset + done)
+        if not got:
+            raise ShortReadError(offset + done)
+        done += got
+    return data

@@ -305,6 +305,25 @@ def test_a_local_disk_that_cannot_be_read_is_not_awaited(tmp_path, small, flaky)
     assert len(flaky) > 900
 
 
+def test_reads_that_end_in_the_middle_of_a_row_go_on(tmp_path, small, monkeypatch):
+    """As NFS reads do when the server goes away: at a page, without an error."""
+    preadv = os.preadv
+
+    def cut(fd, buffers, offset):
+        if len(buffers) == 1:
+            return preadv(fd, buffers, offset)
+        end = offset + sum(len(buffer) for buffer in buffers)
+        data = os.pread(fd, max(1, end // 4096 * 4096 - offset), offset)
+        for number, buffer in enumerate(buffers):
+            part = data[number * 256 : number * 256 + 256]
+            buffer[: len(part)] = part
+        return len(data)
+
+    monkeypatch.setattr(os, "preadv", cut)
+    run(tmp_path, small)
+    assert packs_of(tmp_path) == naive_packs(small)
+
+
 def test_a_disk_that_writes_something_else_is_caught(tmp_path, small, monkeypatch):
     def bad(fd, data, offset):
         data[5] ^= 1
