@@ -116,7 +116,8 @@ def main() -> None:
         module.fail_json(msg=str(error), skipped_reason="")
     wanted = "".join(f"{name}\n" for name in module.params["modules"])
     states = {"before": "" if result["changed"] else wanted, "after": wanted}
-    module.exit_json(msg=result["skipped_reason"], diff=states, **result)
+    reason = result["skipped_reason"]
+    module.exit_json(msg=reason, skipped=bool(reason), diff=states, **result)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ cache, which `JitSpecNvcc.try_load` does not look into.
 
 DeepGEMM compiles a kernel for each shape and keeps it in a persistent cache; the shapes of DeepSeek-V4.1 are run
 through it once. TileLang and Triton compile in the engine's warm-up into persistent caches of the host; the engine
-logs what they still compile later (`vllm.utils.jit_monitor`), and `compiled_since` finds it in the caches.
+logs what they still compile later (`vllm.utils.jit_monitor`).
 
 By hand: ``python3 -m gb10.kernel_prebuild --help``.
 """
@@ -410,20 +410,6 @@ def start_faults(release: Path, environment: Mapping[str, str], mounts: str, *, 
         if filesystem.startswith(NETWORK):
             found.append(f"{key} is {environment[key]} on {filesystem}, wanted a disk of this host")
     return found
-
-
-def contents(folders: Iterable[Path]) -> set[str]:
-    """Every file that compilers have left in these caches, to be recorded when the engine is ready."""
-    skipped = {".lock", ".log", ".tmp"}
-    found = set()
-    for folder in folders:
-        found |= {str(p) for p in folder.rglob("*") if p.is_file() and p.suffix not in skipped}
-    return found
-
-
-def compiled_since(folders: Iterable[Path], recorded: Iterable[str]) -> list[str]:
-    """Files that are there now and were not recorded: what was compiled while the engine served."""
-    return sorted(contents(folders) - set(recorded))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

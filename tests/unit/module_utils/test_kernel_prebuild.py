@@ -1,4 +1,4 @@
-"""Building kernels ahead: what is refused, what is built once, and what was compiled while serving."""
+"""Building kernels ahead: what is refused, what is built once, and that nothing else compiles then."""
 
 from __future__ import annotations
 
@@ -255,13 +255,3 @@ def test_the_build_fills_the_caches_that_the_unit_names() -> None:
 def test_the_role_names_the_modules_that_were_read_in_flashinfer() -> None:
     defaults = yaml.safe_load((PROJECT / "roles/vllm_engine/defaults/main.yml").read_text())
     assert tuple(defaults["vllm_engine_kernels"]) == kernel_prebuild.SM12X_MODULES
-
-
-def test_what_was_compiled_while_serving_is_named(tmp_path: Path) -> None:
-    for name in ("a.so", "b.lock", "deep/c.cubin"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    recorded = kernel_prebuild.contents([tmp_path])
-    assert recorded == {str(tmp_path / "a.so"), str(tmp_path / "deep/c.cubin")}
-    (tmp_path / "deep/d.cubin").touch()
-    assert kernel_prebuild.compiled_since([tmp_path], recorded) == [str(tmp_path / "deep/d.cubin")]
