@@ -28,6 +28,7 @@ LAYERS = (1, 3)
 VOCAB = 1024
 SHORT = [5, 9, 33, 77, 120, 45, 8, 99]
 LONG = [(37 * i + i // 7) % 590 + 5 for i in range(5000)]
+LONE = [[(13 * i + 7 * k) % 590 + 5 for i in range(k)] for k in (5, 12, 20, 32, 48)]
 EIGHT = [[(11 * i + 13 * k) % 590 + 5 for i in range(5 + 37 * k)] for k in range(8)]
 
 
@@ -199,11 +200,11 @@ def run(directory: Path, out: Path, case: dict[str, Any]) -> None:
         ]
 
     result = {
-        "short": generate([SHORT]),
+        **{f"lone {len(prompt)}": generate([prompt]) for prompt in (SHORT, *LONE)},
         "chunked": generate([LONG]),  # three chunks of 2048 tokens
         "prefix hit": generate([LONG[:4200] + SHORT]),
         "eight at once": generate(EIGHT),
-        "short again": generate([SHORT]),
+        "lone 8 again": generate([SHORT]),
     }
     checked = None if counts is None else counts.tolist()
     out.write_text(json.dumps({"answers": result, "checked": checked}))
