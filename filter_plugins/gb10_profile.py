@@ -51,23 +51,19 @@ def gb10_memory_budget(
 
 
 def gb10_memory_faults(
-    profile: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], guard_gib: float = 5.0
+    profile: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]], guard_gib: float = 5.0
 ) -> list[str]:
-    """What of the budget does not fit, by each host's `rank` of gb10_rank_info; a rank that runs holds its memory."""
+    """What of the budget does not fit, by each host's result of gb10_rank_info; a rank that runs holds its memory."""
+    states = {host: result.get("rank") or {} for host, result in results.items()}
     hosts = {
         host: {
             "total_mib": state["memory_total_mib"],
             "available_mib": None if state["active"] else state["memory_available_mib"],
         }
         for host, state in states.items()
-        if "memory_total_mib" in state  # a host that is away is a fault of its own
+        if state  # a host that is away is a fault of its own
     }
     return profiles.memory_budget(profile, hosts, float(guard_gib))["faults"]
-
-
-def gb10_digest_faults(profile: Mapping[str, Any], digest: str | None = None) -> list[str]:
-    """`gb10_profile | gb10_digest_faults(vllm_image_digest | default(''))`: what is wrong with an image's pin."""
-    return profiles.digest_faults(profile, digest)
 
 
 class FilterModule:
@@ -80,6 +76,5 @@ class FilterModule:
             gb10_capture_sizes,
             gb10_memory_budget,
             gb10_memory_faults,
-            gb10_digest_faults,
         )
         return {function.__name__: function for function in functions}

@@ -25,7 +25,6 @@ CACHE_VARIABLES = {
     "TRITON_CACHE_DIR": "triton",
     "TILELANG_CACHE_DIR": "tilelang",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
-    "DG_JIT_CACHE_DIR": "deep_gemm",
 }
 
 

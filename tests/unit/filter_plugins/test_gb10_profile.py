@@ -29,7 +29,6 @@ def test_filters_keep_their_names():
         "gb10_capture_sizes",
         "gb10_memory_budget",
         "gb10_memory_faults",
-        "gb10_digest_faults",
     }
 
 
@@ -295,10 +294,10 @@ def test_budget_fault_is_named(hosts, share, texts):
 def test_running_rank_is_judged_by_the_total_alone():
     state = {"memory_total_mib": 121.7 * 1024, "memory_available_mib": 5000, "active": True}
     profile = gb10_profile.gb10_profile(FLASH)
-    assert gb10_profile.gb10_memory_faults(profile, {"a": state, "away": {}}) == []
-    faults = gb10_profile.gb10_memory_faults(profile, {"a": state | {"active": False}})
+    assert gb10_profile.gb10_memory_faults(profile, {"a": {"rank": state}, "away": {"unreachable": True}}) == []
+    faults = gb10_profile.gb10_memory_faults(profile, {"a": {"rank": state | {"active": False}}})
     assert ["4.88 GiB are available" in fault for fault in faults] == [True]
-    assert gb10_profile.gb10_memory_faults(profile, {"a": state | {"memory_total_mib": 64 * 1024}})
+    assert gb10_profile.gb10_memory_faults(profile, {"a": {"rank": state | {"memory_total_mib": 64 * 1024}}})
 
 
 @pytest.mark.parametrize(
@@ -312,7 +311,7 @@ def test_running_rank_is_judged_by_the_total_alone():
     ],
 )
 def test_image_has_to_be_pinned(name, digest, fault):
-    assert bool(gb10_profile.gb10_digest_faults(gb10_profile.gb10_profile(name), digest)) is fault
+    assert bool(profiles.digest_faults(gb10_profile.gb10_profile(name), digest)) is fault
 
 
 def test_colon_of_a_registrys_port_is_no_tag():
