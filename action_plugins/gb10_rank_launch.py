@@ -128,7 +128,7 @@ def note_of(state: dict[str, Any], completion: dict[str, Any], launch_id: str) -
     if not state["active"]:
         note["fault"] = (
             f"rank {state.get('rank', '?')} ended ({state['unit']}, {state['unit_result']}, "
-            f"exit status {state['exit_status']}); likely cause: {state['cause'] or 'none that is known'}; "
+            f"exit status {state['exit_status']}); likely cause: {state['cause'] or 'none that is known'}\n"
             "its last lines:\n" + "\n".join(state["last_lines"])
         )
     elif state["launch_id"] and state["launch_id"] != launch_id:
@@ -148,7 +148,7 @@ class ActionModule(ActionBase):
         super().run(tmp, task_vars)
         arguments = self._task.args
         if self._task.check_mode:
-            return {"changed": True, "rank": {}}
+            return {"changed": True}
         host = (task_vars or {})["inventory_hostname"]
         board = Board(arguments["launch"]["launch_id"])
         ticker = Ticker(board, list(arguments["fleet"]))
@@ -182,10 +182,10 @@ class ActionModule(ActionBase):
                 outcome = "gives no answer any more: look at its power and at the management network"
                 board.post(host, notes.get(host, {}) | {"fault": outcome})
             if outcome:
-                return {"failed": True, "changed": True, "msg": outcome, "rank": self._state}
+                return {"failed": True, "changed": True, "msg": outcome}
             if outcome == "":
                 text = notes[arguments["head"]]["text"]
-                return {"changed": True, "seconds": round(now - started), "text": text, "rank": self._state}
+                return {"changed": True, "seconds": round(now - started), "text": text}
             time.sleep(0.5)
 
     def _work(self, arguments: dict[str, Any], host: str, board: Board, task_vars: dict[str, Any] | None) -> None:

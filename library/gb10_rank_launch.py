@@ -38,5 +38,4 @@ EXAMPLES = r"""
 RETURN = r"""
 seconds: {description: Seconds from the call to the first token., returned: success, type: int}
 text: {description: The generated text., returned: success, type: str}
-rank: {description: The rank as M(gb10_rank_info) saw it last., returned: always, type: dict}
 """

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SECRET = re.compile(r"API_?KEY|TOKEN(?!S|IZ)|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+SECRET = re.compile(r"API_?KEY|TOKEN(?!S|IZ)|SECRET|PASSW|CREDENTIAL(?!S_DIR)", re.IGNORECASE)
 MASK = "(secret)"
 
 

@@ -193,8 +193,8 @@ def test_end_of_one_rank_ends_the_start_on_all_hosts_at_once(monkeypatch, tmp_pa
     assert all(result["failed"] for result in results.values())
     assert max(result["after"] for result in results.values()) < 5
     assert results["c"]["msg"] == (
-        "rank 2 ended (failed, signal, exit status 9); likely cause: somebody killed the rank; its last lines:\n"
-        "one\nthe last"
+        "rank 2 ended (failed, signal, exit status 9); likely cause: somebody killed the rank\n"
+        "its last lines:\none\nthe last"
     )
     assert results["a"]["msg"].startswith("given up because of c: rank 2 ended")
 
