@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import access, engram_layout, engram_rows, memory, processes, rank, release, roce
+from . import access, engram_layout, engram_rows, launcher, memory, processes, rank, release, roce
 from .files import write_json
 from .nfs import probe_mount
 
@@ -46,8 +46,12 @@ def _access_faults(wanted: dict[str, Any]) -> CheckedFaults:
     if engram:
         rows = Path(engram["directory"])
         reads += [rows / engram_rows.MANIFEST, *sorted(rows.glob("layer-*.rows"))]
+    # The launcher makes the release's folder; what an earlier start by hand left in it may belong to somebody else.
+    caches = launcher.CACHES / release.current(Path(wanted["release_link"]))
+    writes = [caches, *sorted(path for path in caches.glob("*") if path.is_dir())]
+    writes += [Path(path) for path in wanted.get("writable") or []]
     try:
-        return access.faults(wanted["user"], reads, [Path(path) for path in wanted.get("writable") or []])
+        return access.faults(wanted["user"], reads, writes)
     except access.AccessError as error:
         return [str(error)]
 

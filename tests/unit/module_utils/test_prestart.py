@@ -28,6 +28,8 @@ def host(tmp_path, monkeypatch):
     monkeypatch.setattr(rank, "memory_available_mib", lambda: 4000)
     monkeypatch.setattr(release, "faults", lambda link: [])
     monkeypatch.setattr(roce, "resolve", lambda *_, **__: SimpleNamespace(environment=dict(FABRIC), report="vec1"))
+    monkeypatch.setattr(launcher, "CACHES", tmp_path / "caches")
+    (tmp_path / "caches" / "release-1" / "triton").mkdir(parents=True)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     release.switch(tmp_path / "current", tmp_path / "release-1")
@@ -42,7 +44,7 @@ def host(tmp_path, monkeypatch):
         "release_link": str(tmp_path / "current"),
         "checkpoint": str(tmp_path / "model"),
         "checkpoint_files": ["config.json"],
-        "writable": [str(tmp_path / "cache" / "triton")],
+        "writable": [str(tmp_path / "home")],
         "mount": None,
         "memory_floor_mib": 1500,
         "fabric": {"address": "192.0.2.11", "require_rdma": True, "hca": "", "gid_index": None, "wait_s": 0},
@@ -134,7 +136,7 @@ def test_what_the_user_cannot_use_is_refused(host, monkeypatch, capsys):
 
     monkeypatch.setattr(access, "faults", faults)
     assert "cannot write in it" in refused(capsys)
-    assert seen == {"user": getpass.getuser(), "reads": ["config.json"], "writes": ["triton"]}
+    assert seen == {"user": getpass.getuser(), "reads": ["config.json"], "writes": ["release-1", "triton", "home"]}
 
 
 def test_start_that_cannot_be_checked_is_refused(host, monkeypatch, capsys):

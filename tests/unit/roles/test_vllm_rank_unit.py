@@ -52,6 +52,7 @@ def render(tmp_path, **changes):
 VARIANTS = {
     "worker": {"rank": 3},
     "head with a key": {"_vllm_rank_has_key": True},
+    "container": {"_vllm_rank_backend": "container"},
     "caches elsewhere": {"_vllm_rank_writable": ["/data/100%/my caches", "/var/cache/gb10/vllm"]},
 }
 
