@@ -300,7 +300,7 @@ def state() -> dict[str, Any]:
         "running_release": actual.get("release", "") if active else "",
         "release_faults": [],
         "last_lines": [] if active else [line for line in text.splitlines() if line.strip()][-15:],
-        "cause": "" if active or not text else likely_cause(unit, text),
+        "cause": "" if active or not text or actual.get("stopped") else likely_cause(unit, text),
     }
     if wanted:
         link = Path(wanted["release_link"])
@@ -419,6 +419,7 @@ def stop(user: str, timeout: float) -> bool:
     """End the whole rank and prove it; RankError lists all that stays. Returns whether anything had to be ended."""
     unit = show(UNIT)[UNIT]
     group = unit.control_group
+    SERVING.unlink(missing_ok=True)
     was_up = unit.active not in ("inactive", "failed") or bool(processes.members(group))
     if was_up:
         systemctl("stop", UNIT, timeout=timeout)
@@ -433,7 +434,8 @@ def stop(user: str, timeout: float) -> bool:
         time.sleep(0.2)
     if faults:
         raise RankError("\n".join(faults))
-    SERVING.unlink(missing_ok=True)
+    if was_up and RUNNING.exists():
+        write_json(RUNNING, running() | {"stopped": True})  # an end that was asked for has no cause to look for
     if unit.active == "failed":
         systemctl("reset-failed", UNIT)
     return _remove_shared_memory(uid) or was_up

@@ -332,3 +332,51 @@ def test_guards_word_is_taken_only_for_this_launch(host, monkeypatch):
     assert "SIGKILL" in rank.likely_cause(killed, "")
     rank.GUARD_RECORD.write_text(json.dumps({"time": time.time(), "cause": "MemAvailable 2000 MiB"}))
     assert "memory guard" in rank.likely_cause(killed, "")
+
+
+@pytest.fixture
+def stopping(host, monkeypatch):
+    """A unit that can be stopped; what systemctl was told."""
+    told = []
+    monkeypatch.setattr(rank, "systemctl", lambda *words, **_: told.append(words))
+    monkeypatch.setattr(rank, "SHARED_MEMORY", host / "shm")
+    (host / "shm").mkdir()
+    monkeypatch.setattr(processes, "leftovers", lambda group, ports: [])
+    monkeypatch.setattr(rank, "memory_available_mib", lambda: 4000)
+    rank.SERVING.write_text("l1")
+    return told
+
+
+def test_stop_ends_the_unit_and_what_spoke_for_it(stopping, host, monkeypatch):
+    monkeypatch.setattr(rank, "show", lambda *_: {rank.UNIT: unit()})
+    assert rank.stop("nobody", 30)
+    assert stopping == [("stop", rank.UNIT)]
+    assert not rank.SERVING.exists()
+    assert rank.running()["stopped"]
+
+
+def test_stop_of_a_dead_rank_clears_its_failure_and_keeps_its_cause(stopping, host, monkeypatch):
+    monkeypatch.setattr(rank, "show", lambda *_: {rank.UNIT: unit(active="failed", main_pid=0)})
+    assert not rank.stop("nobody", 30)
+    assert stopping == [("reset-failed", rank.UNIT)]
+    assert "stopped" not in rank.running()
+
+
+def test_shared_memory_of_the_user_goes_and_others_stays(stopping, host, monkeypatch):
+    monkeypatch.setattr(rank, "show", lambda *_: {rank.UNIT: unit(active="inactive")})
+    monkeypatch.setattr(rank, "_user_id", lambda user: os.getuid())
+    for name in ("psm_1", "sem.mp-2", "other"):
+        (host / "shm" / name).touch()
+    assert rank.stop("me", 30)
+    assert [path.name for path in (host / "shm").iterdir()] == ["other"]
+
+
+def test_stop_that_leaves_something_fails_with_all_of_it(stopping, host, monkeypatch):
+    monkeypatch.setattr(rank, "show", lambda *_: {rank.UNIT: unit()})
+    monkeypatch.setattr(rank, "stop_faults", lambda *_: ["pid 9 stays", "port 8000"])
+    clock = iter(range(0, 1000, 6))
+    monkeypatch.setattr(rank.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(rank.time, "sleep", lambda seconds: None)
+    with pytest.raises(rank.RankError, match="pid 9 stays\nport 8000"):
+        rank.stop("nobody", 30)
+    assert not rank.SERVING.exists()
