@@ -4,7 +4,8 @@
 
 DIRECTORY takes the copies, --source the checkpoint (default DIRECTORY; an NFS mount, for instance). Every measurement
 alternates with its yardstick, begins with the files out of the page cache unless it says cached, and ends with the data
-on the disk. Prints medians of source bytes a second and, of the pairs, the median ratio.
+on the disk. Prints medians of source bytes a second, of processor seconds a
+GB, which other load does not change, and, of the pairs, the median ratio.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ def drop(*directories: Path) -> None:
             if path.is_file():
                 with path.open("rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cpu_seconds() -> float:
+    """Of this process and of its children that ended, user and system."""
+    return sum(os.times()[:4])
 
 
 def dd(source: Path, target: Path | str, *flags: str) -> None:
@@ -138,15 +144,22 @@ def measure(source: Path, scratch: Path, args: argparse.Namespace) -> None:
         if args.only not in ours:
             continue
         rates: list[list[float]] = [[], []]
+        cores: list[list[float]] = [[], []]
         for _ in range(args.repeat):
             for which, work in enumerate((mine, yardstick)):
                 prepare()
-                begun = time.perf_counter()
+                begun, used = time.perf_counter(), cpu_seconds()
                 work()
                 rates[which].append(size / 1e6 / (time.perf_counter() - begun))
+                cores[which].append((cpu_seconds() - used) / (size / 1e9))
         a, b = map(statistics.median, rates)
+        mine_cpu, other_cpu = map(statistics.median, cores)
         ratio = statistics.median(mine / other for mine, other in zip(*rates, strict=True))
-        print(f"{ours:26} {a:6.0f} MB/s   {theirs:28} {b:6.0f} MB/s   ratio {ratio:.2f}", flush=True)
+        print(
+            f"{ours:26} {a:6.0f} MB/s {mine_cpu:5.2f} s/GB   {theirs:28} {b:6.0f} MB/s {other_cpu:5.2f} s/GB"
+            f"   ratio {ratio:.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

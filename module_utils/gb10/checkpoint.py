@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .disk_io import patiently, read_ahead
+from .disk_io import BLOCK_BYTES, chunks
 from .files import sha256_document, write_json
 from .meter import Meter
 from .safetensors import SafetensorsError, read_header
@@ -33,7 +32,6 @@ from .safetensors import SafetensorsError, read_header
 FORMAT, VERSION = "gb10-checkpoint", 1
 INDEX = "model.safetensors.index.json"
 PARTIAL = ".incomplete"  # what huggingface_hub calls a download that has not ended
-CHUNK = 8 << 20
 
 
 class CheckpointError(Exception):
@@ -300,20 +298,12 @@ def check_digests(directory: Path, manifest: Manifest, found: Mapping[str, Entry
 
 
 def hash_file(path: Path, meter: Meter | None = None) -> str:
-    """SHA-256 of a file, read ahead of the hash and dropped from the page cache behind it."""
+    """SHA-256 of a file, as it is on the disk."""
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(CHUNK))
-    with path.open("rb", buffering=0) as file:
-        fd = file.fileno()
-        read_ahead(fd, 0, 2 * CHUNK)
-        offset = 0
-        while got := file.readinto(buffer):
-            read_ahead(fd, offset + 2 * CHUNK, CHUNK)
-            digest.update(buffer[:got])
-            os.posix_fadvise(fd, offset, got, os.POSIX_FADV_DONTNEED)
-            offset += got
-            if meter:
-                meter.done(got)
+    for data in chunks(path):
+        digest.update(data)
+        if meter:
+            meter.done(len(data))
     return digest.hexdigest()
 
 
@@ -458,21 +448,19 @@ def fetch(
 
 
 def _append(source: Path, partial: Path, meter: Meter, patience_s: float) -> str:
-    """Bring ``partial`` to the length of ``source``; the digest of all its bytes, an earlier run's read again."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(CHUNK))
-    with source.open("rb", buffering=0) as reader, partial.open("a+b", buffering=0) as writer:
-        writer.seek(0)
-        for file in (writer, reader):
-            reader.seek(writer.tell())
-            while got := patiently(patience_s, functools.partial(file.readinto, buffer)):
-                digest.update(buffer[:got])
-                done = 0
-                while file is reader and done < got:
-                    done += writer.write(buffer[done:got])
-                meter.done(got)
+    """Bring ``partial`` to the length of ``source``; the digest of what the disk then has."""
+    with partial.open("ab", buffering=0) as writer:
+        kept = writer.tell() // BLOCK_BYTES * BLOCK_BYTES
+        writer.truncate(kept)
+        meter.done(kept)
+        for data in chunks(source, kept, patience_s):
+            done = 0
+            while done < len(data):
+                done += writer.write(data[done:])
+            meter.done(done)
         os.fsync(writer.fileno())
-    return digest.hexdigest()
+        os.posix_fadvise(writer.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return hash_file(partial)
 
 
 # Helpers

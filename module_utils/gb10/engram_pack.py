@@ -15,8 +15,6 @@ import mmap
 import os
 from collections.abc import Sequence
 
-from .disk_io import read_ahead
-
 WEIGHT_BYTES, SCALE_BYTES = 256, 8
 ROW_BYTES = WEIGHT_BYTES + SCALE_BYTES
 BLOCK_BYTES = 4096
@@ -70,37 +68,54 @@ class Buffer:
         self.view = memoryview(memory)
 
     def read(self, fd: int, span: tuple[int, int]) -> memoryview:
-        """The file's bytes in ``span``; raises ShortReadError when it ends earlier."""
+        """The file's bytes in ``span``, whole blocks; raises ShortReadError when it ends earlier."""
         start, end = span
         return _read(fd, self.view[: end - start], start)
 
 
 class Packer(Buffer):
-    """A buffer that packs source rows; it holds about 8 MiB for the bytes and 6 MiB for the places of their rows."""
+    """A buffer that packs source rows; 8 MiB for them, 8 MiB for the source's bytes, 6 MiB for the places of the rows.
+
+    Source rows begin at any byte and O_DIRECT reads whole blocks, so these go into a file in memory, from which the
+    kernel scatters the weights to their places while it copies them: far cheaper than moving 256 bytes at a time in
+    Python, and several times faster than reading the source through the page cache.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        # The kernel scatters the weights into their rows while it reads them: far cheaper than moving them in Python.
         self._weights = [self.view[o : o + WEIGHT_BYTES] for o in map(row_offset, range(SEGMENT_ROWS))]
         self._words = self.view.cast("Q")
+        self._fd = os.memfd_create("gb10-engram-rows")
+        os.ftruncate(self._fd, SEGMENT_BYTES)
+        self.source = Buffer.__new__(Buffer)
+        self.source.view = memoryview(mmap.mmap(self._fd, SEGMENT_BYTES))
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
     def pack(self, fd: int, weight_offset: int, scale_offset: int, rows: int) -> memoryview:
         """The packed segment of ``rows`` rows whose weights and scales begin at these bytes of the open shard.
 
-        Raises ShortReadError when the shard ends earlier.
+        Overwrites ``source``. Raises ShortReadError when the shard ends earlier.
         """
-        read_ahead(fd, weight_offset, rows * WEIGHT_BYTES)
-        _read_rows(fd, self._weights[:rows], weight_offset)
-        scales = _read(fd, memoryview(bytearray(rows * SCALE_BYTES)), scale_offset).cast("Q")
+        scales = self._fetch(fd, scale_offset, rows * SCALE_BYTES)[1].cast("Q")
         stride = BLOCK_BYTES // SCALE_BYTES
         for i in range(min(ROWS_PER_BLOCK, rows)):
             column = scales[i::ROWS_PER_BLOCK]
             first = (i * ROW_BYTES + WEIGHT_BYTES) // SCALE_BYTES
             self._words[first : first + (len(column) - 1) * stride + 1 : stride] = column
+        _read_rows(self._fd, self._weights[:rows], self._fetch(fd, weight_offset, rows * WEIGHT_BYTES)[0])
         packed = self.view[: pack_bytes(rows)]
         end = row_offset(rows - 1) + ROW_BYTES
         packed[end:] = bytes(len(packed) - end)  # rows of the segment before may lie behind the last row
         return packed
+
+    def _fetch(self, fd: int, offset: int, size: int) -> tuple[int, memoryview]:
+        """Read the blocks that hold these bytes into ``source``; where in it the bytes begin, and the bytes."""
+        skew = offset % BLOCK_BYTES
+        blocks = self.source.view[: -(-(skew + size) // BLOCK_BYTES) * BLOCK_BYTES]
+        _read(fd, blocks, offset - skew, least=skew + size)
+        return skew, blocks[skew : skew + size]
 
 
 def write(fd: int, data: memoryview, offset: int) -> None:
@@ -132,17 +147,13 @@ def same(a: memoryview, b: memoryview) -> bool:
 def _read_rows(fd: int, rows: Sequence[memoryview], offset: int) -> None:
     done = 0
     while done < len(rows):
-        got = os.preadv(fd, rows[done : done + IOV_MAX], offset + done * WEIGHT_BYTES)
-        whole, part = divmod(got, WEIGHT_BYTES)
-        if part or not got:  # a read that fails ends at a page, in the middle of a row: ask on for the reason
-            _read(fd, rows[done + whole][part:], offset + done * WEIGHT_BYTES + got)
-            whole += 1
-        done += whole
+        done += os.preadv(fd, rows[done : done + IOV_MAX], offset + done * WEIGHT_BYTES) // WEIGHT_BYTES
 
 
-def _read(fd: int, data: memoryview, offset: int) -> memoryview:
+def _read(fd: int, data: memoryview, offset: int, least: int | None = None) -> memoryview:
+    """Fill ``data``, or the first ``least`` bytes of it where the file ends within the last block."""
     done = 0
-    while done < len(data):
+    while done < (len(data) if least is None else least):
         got = os.preadv(fd, [data[done:]], offset + done)
         if not got:
             raise ShortReadError(offset + done)

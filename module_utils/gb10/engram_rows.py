@@ -339,9 +339,9 @@ def _copy(directory: Path, source: Path, identity: Identity, rows: Sequence[Rank
             ((of, index) for of in files for index in range(segment_count(of.journal.size))), key=lambda job: job[1]
         )
         work = functools.partial(_copy_segment, pace=pace, outcome=outcome, patience_s=patience_s)
-        _for_each(options.workers, _Pair, work, jobs)
+        _for_each(options.workers, Packer, work, jobs)
         for of in files:
-            _compare_rows(of.shard, of.copy, of.journal.rows, patience_s)
+            _compare_rows(source / of.journal.rows.table.file, of.copy, of.journal.rows, patience_s)
             os.fsync(of.copy)
     for journal in journals:
         now = patiently(patience_s, functools.partial(_fingerprint, source, journal.rows))
@@ -360,13 +360,6 @@ def _copy(directory: Path, source: Path, identity: Identity, rows: Sequence[Rank
     return outcome
 
 
-class _Pair:
-    """The two buffers of a copying thread."""
-
-    def __init__(self) -> None:
-        self.wanted, self.found = Packer(), Buffer()
-
-
 @dataclass(frozen=True)
 class _Files:
     """The open files of one layer."""
@@ -376,7 +369,7 @@ class _Files:
     copy: int
 
 
-def _copy_segment(pair: _Pair, job: tuple[_Files, int], *, pace: _Pace, outcome: Outcome, patience_s: float) -> None:
+def _copy_segment(packer: Packer, job: tuple[_Files, int], *, pace: _Pace, outcome: Outcome, patience_s: float) -> None:
     """Bring one segment to what the source has, and read it back; skip it when the disk has what is recorded."""
     of, index = job
     journal, shard, copy = of.journal, of.shard, of.copy
@@ -384,7 +377,7 @@ def _copy_segment(pair: _Pair, job: tuple[_Files, int], *, pace: _Pace, outcome:
     recorded = journal.digests.get(index)
     pace.wait(span[1] - span[0])
     if recorded:
-        found = pair.found.read(copy, span)
+        found = packer.source.read(copy, span)
         if digest_of(found) == recorded:
             with pace.lock:
                 outcome.kept_bytes += len(found)
@@ -395,13 +388,12 @@ def _copy_segment(pair: _Pair, job: tuple[_Files, int], *, pace: _Pace, outcome:
     count = min(SEGMENT_ROWS, r.rows - first)
     weights, scales = r.weight_offset + first * WEIGHT_BYTES, r.scale_offset + first * SCALE_BYTES
     try:
-        wanted = patiently(patience_s, lambda: pair.wanted.pack(shard, weights, scales, count))
+        wanted = patiently(patience_s, lambda: packer.pack(shard, weights, scales, count))
     except OSError as error:
         raise EngramRowsError(
             f"{r.table.file}, bytes {weights} on: {error.strerror}; look at the source"
             " and its mount, then run again: what is copied is kept"
         ) from error
-    os.posix_fadvise(shard, weights, count * WEIGHT_BYTES, os.POSIX_FADV_DONTNEED)
     digest = digest_of(wanted)
     if recorded and digest != recorded:
         raise EngramRowsError(
@@ -409,11 +401,11 @@ def _copy_segment(pair: _Pair, job: tuple[_Files, int], *, pace: _Pace, outcome:
             " verify the checkpoint, then remove the copy and run again"
         )
     if recorded:
-        blocks = write_changed_blocks(copy, wanted, found, span[0])
+        blocks = write_changed_blocks(copy, wanted, packer.source.read(copy, span), span[0])
     else:
         write(copy, wanted, span[0])
         blocks = 0
-    if not same(pair.found.read(copy, span), wanted):
+    if not same(packer.source.read(copy, span), wanted):
         raise EngramRowsError(
             f"{journal.partial}: bytes [{span[0]}, {span[1]}) read back differ from those written: the disk is failing;"
             " look at its SMART log"
@@ -426,15 +418,16 @@ def _copy_segment(pair: _Pair, job: tuple[_Files, int], *, pace: _Pace, outcome:
     pace.done(len(wanted))
 
 
-def _compare_rows(shard: int, copy: int, rows: RankRows, patience_s: float) -> None:
+def _compare_rows(shard: Path, copy: int, rows: RankRows, patience_s: float) -> None:
     """Compare some rows one by one, by the format's formula: another way than the one that packed them."""
     if not rows.rows:
         return
     buffer = Buffer()
 
     def source_row(i: int) -> bytes:
-        weight = os.pread(shard, WEIGHT_BYTES, rows.weight_offset + i * WEIGHT_BYTES)
-        return weight + os.pread(shard, SCALE_BYTES, rows.scale_offset + i * SCALE_BYTES)
+        with shard.open("rb", buffering=0) as file:
+            weight = os.pread(file.fileno(), WEIGHT_BYTES, rows.weight_offset + i * WEIGHT_BYTES)
+            return weight + os.pread(file.fileno(), SCALE_BYTES, rows.scale_offset + i * SCALE_BYTES)
 
     some = {0, rows.rows - 1, *(random.randrange(rows.rows) for _ in range(SAMPLED_ROWS))}  # noqa: S311 no secret
     for i in sorted(some):
@@ -616,8 +609,8 @@ def _size(size: int) -> str:
 
 @contextlib.contextmanager
 def _file(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """An open descriptor; past the page cache for row packs, and not for shards, whose rows begin at odd bytes."""
-    fd = open_uncached(path, flags) if ".rows" in path.name else os.open(path, flags)
+    """An open descriptor, past the page cache."""
+    fd = open_uncached(path, flags)
     try:
         yield fd
     finally:

@@ -256,7 +256,7 @@ def test_a_source_that_ends_early_is_refused(tmp_path, small, monkeypatch):
     rows = rank_rows(source, 2, 1)
     os.truncate(source / rows[1].table.file, 1_300_000)
     with pytest.raises(
-        EngramRowsError, match=r"model-00003-of-00003.safetensors, bytes \d+ on: ends at or before byte 1300000"
+        EngramRowsError, match=r"model-00003-of-00003.safetensors, bytes \d+ on: ends at or before byte \d+"
     ):
         engram_rows.make_present(copy, source, ME, rows, Plan("copy", []), FAST)
     assert faults(copy, small)
@@ -305,23 +305,14 @@ def test_a_local_disk_that_cannot_be_read_is_not_awaited(tmp_path, small, flaky)
     assert len(flaky) > 900
 
 
-def test_reads_that_end_in_the_middle_of_a_row_go_on(tmp_path, small, monkeypatch):
-    """As NFS reads do when the server goes away: at a page, without an error."""
+def test_reads_that_return_less_than_was_asked_for_go_on(tmp_path, large, monkeypatch):
+    """As NFS reads do when the server goes away."""
     preadv = os.preadv
-
-    def cut(fd, buffers, offset):
-        if len(buffers) == 1:
-            return preadv(fd, buffers, offset)
-        end = offset + sum(len(buffer) for buffer in buffers)
-        data = os.pread(fd, max(1, end // 4096 * 4096 - offset), offset)
-        for number, buffer in enumerate(buffers):
-            part = data[number * 256 : number * 256 + 256]
-            buffer[: len(part)] = part
-        return len(data)
-
-    monkeypatch.setattr(os, "preadv", cut)
-    run(tmp_path, small)
-    assert packs_of(tmp_path) == naive_packs(small)
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:1048576], *buffers[1:700]], offset)
+    )
+    run(tmp_path, large)
+    assert packs_of(tmp_path) == naive_packs(large)
 
 
 def test_a_disk_that_writes_something_else_is_caught(tmp_path, small, monkeypatch):
