@@ -183,7 +183,7 @@ def test_a_wrong_copy_is_refused_at_every_start_and_repaired_by_the_next_run(dam
 def small_disk():
     """A file system on spark-c that is smaller than its rows."""
     disk = "/run/gb10-engram-disk"
-    on(["spark-c"], f"mkdir -p {disk} && mount -t tmpfs -o size=20M tmpfs {disk}")
+    on(["spark-c"], f"mkdir -p {disk} && mount -t tmpfs -o size=12M tmpfs {disk}")
     yield disk
     on(["spark-c"], f"umount {disk} && rmdir {disk}")
 
@@ -195,7 +195,7 @@ def test_a_full_disk_is_refused_before_and_harmless_in_mid_copy(small_disk, expe
     assert refused.returncode != 0
     assert re.search(r"GB\s+\(\S+ GiB\)\s+missing", refused.stdout), refused.stdout
     on(["spark-c"], f"! ls {directory}/*.rows {directory}/manifest.json")
-    fill = f"""mount -o remount,size=40M {small_disk}
+    fill = f"""mount -o remount,size=30M {small_disk}
 {rows("copy", 2, directory=directory, **{"mb-per-s": 10})} & copy=$!
 until [ $(cat {directory}/*.journal | wc -l) -gt 2 ]; do sleep 0.1; done
 ! dd if=/dev/zero of={small_disk}/others bs=1M status=none; df {small_disk}; ! wait $copy"""
@@ -209,7 +209,7 @@ until [ $(cat {directory}/*.journal | wc -l) -gt 2 ]; do sleep 0.1; done
 
 def test_a_source_that_changes_while_it_is_copied_gives_no_copy(expected):
     scratch = "/var/tmp/gb10-engram"
-    slow = rows("copy", 1, directory=scratch, **{"mb-per-s": 10})
+    slow = rows("copy", 1, directory=scratch, **{"mb-per-s": 4})
     with ThreadPoolExecutor() as pool:
         copying = pool.submit(ssh, "spark-b", slow)
         time.sleep(2)
@@ -226,15 +226,17 @@ def test_a_source_that_changes_while_it_is_copied_gives_no_copy(expected):
 def test_a_head_that_is_away_for_a_minute_in_mid_copy_is_survived(expected):
     on(WORKERS, f"rm -r {ROWS}")
     with ThreadPoolExecutor() as pool:
-        there = timed(["ansible", "spark-c", "-m", "ansible.builtin.setup"])
-        copying = pool.submit(play, "engram", "-e", "engram_rows_max_mb_per_s=1", "--limit", "workers")
+        copying = pool.submit(play, "engram", "-e", "engram_rows_max_mb_per_s=2", "--limit", "workers")
         on(WORKERS, f"while ! [ -s {ROWS}/layer-1.rows.partial ]; do sleep 0.2; done")
         on(["spark-a"], "systemctl stop nfs-server")
         gone = time.monotonic()
         try:
             assert timed(["ssh", "-F", ".embedded/ssh_config", "spark-b", "df"]) < 10
-            # The rest of what setup takes on a host that shares two cores with three others is not the mount's.
-            away = timed(["ansible", "spark-c", "-m", "ansible.builtin.setup"])
+            # What setup takes anyway, on hosts that share two cores, is measured beside it on the head.
+            facts = [
+                pool.submit(timed, ["ansible", host, "-m", "ansible.builtin.setup"]) for host in ("spark-a", "spark-c")
+            ]
+            there, away = (result.result() for result in facts)
             assert away - there < 10
             assert not copying.done()
             on(WORKERS, f"! ls {ROWS}/manifest.json")

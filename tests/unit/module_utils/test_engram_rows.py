@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -538,6 +539,20 @@ INFO [engram_disk.py:954] Engram layer 1 rows [10, 20) read from /var/lib/gb10/e
 INFO [engram_disk.py:954] Engram layer 14 rows [11, 21) read from /var/lib/gb10/engram/layer-14.rows (row pack)
 INFO [core.py:1] Application startup complete.
 """
+
+
+def test_the_line_that_is_looked_for_is_the_patched_engines():
+    patch = (PROJECT / "files/patches/vllm-0.33.0/0001-engram-on-disk.patch").read_text()
+    (said,) = re.findall(r'^\+ +"(Engram layer .*)",$', patch, re.MULTILINE)
+    kinds = set(re.findall(r'^\+.*"(local copy|checkpoint)"', patch, re.MULTILINE))
+    assert kinds == {"local copy", "checkpoint"}
+    for directory, kind in ((Path("/var/lib/gb10/engram"), "local copy"), (Path("/srv/models/m"), "checkpoint")):
+        text = f"(Worker_TP1 pid=7) INFO 11-29 20:14:57 [engram_disk.py:970] {said}\n"
+        lines = "".join(text % (layer, layer, 20, directory / f"layer-{layer}.rows", kind) for layer in (1, 14))
+        found = engram_rows.check_journal(lines, Path("/var/lib/gb10/engram"), {1: (1, 20), 14: (14, 20)})
+        assert bool(found) == (kind == "checkpoint")
+
+
 JOURNALS = [
     (JOURNAL, []),
     (JOURNAL.splitlines()[0], ["no line on layer 14, wanted rows [11, 21) read from"]),
