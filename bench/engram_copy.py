@@ -2,15 +2,16 @@
 
     python3 bench/engram_copy.py DIRECTORY [--source DIRECTORY] [--gigabytes 2] [--repeat 3] [--workers 4]
 
-DIRECTORY takes the copies, --source the checkpoint (default DIRECTORY; an NFS mount, for instance). Every measurement
-alternates with its yardstick, begins with the files out of the page cache unless it says cached, and ends with the data
-on the disk. Prints medians of source bytes a second, of processor seconds a
-GB, which other load does not change, and, of the pairs, the median ratio.
+DIRECTORY takes the copies, --source is a checkpoint with Engram tables, on an NFS mount for instance; without it one of
+--gigabytes is made in DIRECTORY. Every measurement alternates with its yardstick, begins with the files out of the page
+cache unless it says cached, and ends with the data on the disk. Prints medians of source bytes a second, of processor
+seconds a GB, which other load does not change, and, of the pairs, the median ratio.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import statistics
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -51,6 +53,13 @@ def dd(source: Path, target: Path | str, *flags: str) -> None:
     subprocess.run(["dd", f"if={source}", f"of={target}", BLOCK, "status=none", *flags], check=True)
 
 
+def hash_memory(size: int) -> None:
+    """SHA-256 of as many bytes of memory on all cores: no verification can be faster."""
+    block = bytes(8 << 20)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda _: hashlib.sha256(block).digest(), range(size // len(block))))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
@@ -60,16 +69,18 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of the names to measure")
     parser.add_argument("--workers", type=int, default=4)
     args = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory(dir=args.source or args.directory) as a,
-        tempfile.TemporaryDirectory(dir=args.directory) as b,
-    ):
-        measure(Path(a), Path(b), args)
+    with tempfile.TemporaryDirectory(dir=args.directory) as scratch:
+        source = args.source
+        if not source:
+            source = Path(scratch, "source")
+            make_checkpoint(source, vocab_size=int(args.gigabytes * 1e9 / 13_000))
+        target = Path(scratch, "target")
+        target.mkdir()
+        measure(source, target, args)
     return 0
 
 
 def measure(source: Path, scratch: Path, args: argparse.Namespace) -> None:
-    make_checkpoint(source, vocab_size=int(args.gigabytes * 1e9 / 13_000))
     shards = sorted(source.glob("*.safetensors"), key=lambda path: path.stat().st_size)[1:]
     files = [path.name for path in shards]
     size = sum(path.stat().st_size for path in shards)
@@ -127,6 +138,7 @@ def measure(source: Path, scratch: Path, args: argparse.Namespace) -> None:
     table: list[tuple[str, Callable[[], None], Callable[[], None], str, Callable[[], None]]] = [
         ("copy, verified", clear, make_copy, "dd conv=fdatasync", lambda: dd_copy("conv=fdatasync")),
         ("copy, verified", clear, make_copy, "dd oflag=direct", lambda: dd_copy("oflag=direct", "conv=fdatasync")),
+        ("verify copy whole", cold, whole, "hashlib on memory", lambda: hash_memory(size)),
         (
             "verify copy whole",
             cold,
@@ -136,9 +148,15 @@ def measure(source: Path, scratch: Path, args: argparse.Namespace) -> None:
         ),
         ("verify copy whole", cold, whole, "sha256sum, both", lambda: parallel_sha256sum(copy, packs)),
         ("verify checkpoint", cold, hash_checkpoint, "dd, both files", lambda: read_all(source, files)),
+        ("verify checkpoint", cold, hash_checkpoint, "hashlib on memory", lambda: hash_memory(size)),
         ("verify checkpoint", cold, hash_checkpoint, "sha256sum, both", lambda: parallel_sha256sum(source, files)),
         ("verify checkpoint, cached", cached, hash_checkpoint, "sha256sum", lambda: parallel_sha256sum(source, files)),
+        ("verify checkpoint, cached", cached, hash_checkpoint, "hashlib on memory", lambda: hash_memory(size)),
     ]
+    if shutil.which("b3sum"):
+        b3sum = ["b3sum", *(str(path) for path in shards)]
+        run_b3sum = lambda: subprocess.run(b3sum, check=True, stdout=subprocess.DEVNULL)  # noqa: E731 as the others are
+        table.append(("verify checkpoint", cold, hash_checkpoint, "b3sum, both files", run_b3sum))
     print(f"{size / 1e9:.2f} GB in {len(shards)} shards, {args.workers} threads, median of {args.repeat}")
     for ours, prepare, mine, theirs, yardstick in table:
         if args.only not in ours:

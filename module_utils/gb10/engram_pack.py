@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import mmap
 import os
-from collections.abc import Sequence
+from array import array
 
 WEIGHT_BYTES, SCALE_BYTES = 256, 8
 ROW_BYTES = WEIGHT_BYTES + SCALE_BYTES
@@ -22,8 +22,10 @@ ROWS_PER_BLOCK = BLOCK_BYTES // ROW_BYTES
 SEGMENT_BLOCKS = 2048
 SEGMENT_BYTES = SEGMENT_BLOCKS * BLOCK_BYTES
 SEGMENT_ROWS = SEGMENT_BLOCKS * ROWS_PER_BLOCK
-IOV_MAX = 1024  # Linux: buffers in one preadv
-_LIBC = ctypes.CDLL(None)
+IOV_MAX, IOVEC_BYTES = 1024, 16  # 64-bit Linux: buffers in one preadv, a pointer and a size each
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong]
+_LIBC.preadv.restype = ctypes.c_ssize_t
 
 
 class ShortReadError(OSError):
@@ -74,7 +76,7 @@ class Buffer:
 
 
 class Packer(Buffer):
-    """A buffer that packs source rows; 8 MiB for them, 8 MiB for the source's bytes, 6 MiB for the places of the rows.
+    """A buffer that packs source rows; 8 MiB for them and 8 MiB for the source's bytes.
 
     Source rows begin at any byte and O_DIRECT reads whole blocks, so these go into a file in memory, from which the
     kernel scatters the weights to their places while it copies them: far cheaper than moving 256 bytes at a time in
@@ -83,7 +85,9 @@ class Packer(Buffer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._weights = [self.view[o : o + WEIGHT_BYTES] for o in map(row_offset, range(SEGMENT_ROWS))]
+        # struct iovec of each row. os.preadv would build them anew for each segment and hold the interpreter meanwhile.
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+        self._places = array("Q", (word for i in range(SEGMENT_ROWS) for word in (base + row_offset(i), WEIGHT_BYTES)))
         self._words = self.view.cast("Q")
         self._fd = os.memfd_create("gb10-engram-rows")
         os.ftruncate(self._fd, SEGMENT_BYTES)
@@ -104,11 +108,21 @@ class Packer(Buffer):
             column = scales[i::ROWS_PER_BLOCK]
             first = (i * ROW_BYTES + WEIGHT_BYTES) // SCALE_BYTES
             self._words[first : first + (len(column) - 1) * stride + 1 : stride] = column
-        _read_rows(self._fd, self._weights[:rows], self._fetch(fd, weight_offset, rows * WEIGHT_BYTES)[0])
+        self._scatter(self._fetch(fd, weight_offset, rows * WEIGHT_BYTES)[0], rows)
         packed = self.view[: pack_bytes(rows)]
         end = row_offset(rows - 1) + ROW_BYTES
         packed[end:] = bytes(len(packed) - end)  # rows of the segment before may lie behind the last row
         return packed
+
+    def _scatter(self, start: int, rows: int) -> None:
+        """Copy the weights of ``rows`` rows from byte ``start`` of the source to their places."""
+        done = 0
+        while done < rows:
+            places = self._places.buffer_info()[0] + done * IOVEC_BYTES
+            got = _LIBC.preadv(self._fd, places, min(IOV_MAX, rows - done), start + done * WEIGHT_BYTES)
+            if got < WEIGHT_BYTES:
+                raise OSError(ctypes.get_errno(), "cannot read a file in memory")
+            done += got // WEIGHT_BYTES
 
     def _fetch(self, fd: int, offset: int, size: int) -> tuple[int, memoryview]:
         """Read the blocks that hold these bytes into ``source``; where in it the bytes begin, and the bytes."""
@@ -142,12 +156,6 @@ def same(a: memoryview, b: memoryview) -> bool:
     first, second = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (a, b))
     size = ctypes.c_size_t(len(a))
     return len(a) == len(b) and _LIBC.memcmp(ctypes.c_void_p(first), ctypes.c_void_p(second), size) == 0
-
-
-def _read_rows(fd: int, rows: Sequence[memoryview], offset: int) -> None:
-    done = 0
-    while done < len(rows):
-        done += os.preadv(fd, rows[done : done + IOV_MAX], offset + done * WEIGHT_BYTES) // WEIGHT_BYTES
 
 
 def _read(fd: int, data: memoryview, offset: int, least: int | None = None) -> memoryview:

@@ -93,7 +93,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Options:
-    """``workers`` threads of 22 MiB each; ``bytes_per_s`` of source or copy read, 0 for as fast as it goes.
+    """``workers`` threads of 17 MiB each; ``bytes_per_s`` of source or copy read, 0 for as fast as it goes.
 
     A server of the source that goes away in the middle is awaited for ``patience_s`` seconds.
     """

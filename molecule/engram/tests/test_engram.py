@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -85,13 +86,18 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def expected(checkpoint) -> list[list[str]]:
+def ranges() -> dict[int, list[tuple[int, int]]]:
+    """Layer to the rows of each rank: six buckets of a prime number of rows."""
+    primes = synthetic.primes_from(VOCABULARY, 48)
+    buckets = {1: primes[:24], 14: primes[24:]}
+    return {layer: list(pairwise(sum(sizes[: 6 * i]) for i in range(5))) for layer, sizes in buckets.items()}
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoint, ranges) -> list[list[str]]:
     """Rank to the SHA-256 of its two row packs, by the format's definition."""
-    config = json.loads((checkpoint / "config.json").read_text())["text_config"]
-    primes = synthetic.primes_from(config["engram_vocab_size"], 48)
     digests: list[list[str]] = [[], [], [], []]
-    for number, layer in enumerate((1, 14)):
-        buckets = primes[24 * number : 24 * number + 24]
+    for number, layer in enumerate(ranges):
         shard = (checkpoint / f"model-{number + 2:05}-of-00003.safetensors").read_bytes()
         length = int.from_bytes(shard[:8], "little")
         header = json.loads(shard[8 : 8 + length])
@@ -99,7 +105,7 @@ def expected(checkpoint) -> list[list[str]]:
             8 + length + header[f"layers.{layer}.engram.embed.{part}"]["data_offsets"][0]
             for part in ("weight", "scale")
         )
-        for rank, (start, end) in enumerate(pairwise(sum(buckets[: 6 * i]) for i in range(5))):
+        for rank, (start, end) in enumerate(ranges[layer]):
             pack = bytearray()
             for row in range(start, end):
                 pack += (
@@ -131,6 +137,29 @@ def test_a_host_that_has_its_rows_says_so_in_seconds():
     results = done(play("engram", "--check", "--diff"))
     assert time.monotonic() - begun < 30
     assert {(host, results[host]["action"]) for host in HOSTS} == {(host, "keep") for host in HOSTS}
+
+
+def test_a_running_rank_has_to_say_that_it_reads_its_own_rows(ranges):
+    for rank, host in enumerate(HOSTS):
+        # What a rank writes whose engine was told of no copy: it reads the checkpoint over the network.
+        place = f"{STORE}/shard (checkpoint)" if host == "spark-b" else f"{ROWS}/layer-%d.rows (local copy)"
+        lines = "".join(
+            f"INFO Engram layer {layer} rows [{start}, {end}) read from {place.replace('%d', str(layer))}\n"
+            for layer, (start, end) in ((layer, of_ranks[rank]) for layer, of_ranks in ranges.items())
+        )
+        on(
+            [host],
+            f"printf {shlex.quote(lines)} > /run/rows; systemd-run -q --collect --unit=gb10-rows sh -c "
+            "'cat /run/rows; exec sleep 600'",
+        )
+    wish = {"state": "verified", "directory": ROWS, "revision": REVISION, "tp": 4, "unit": "gb10-rows.service"}
+    wish |= {"rank": "{{ rank }}", "config": "{{ gb10_profile.engram }}"}
+    command = ["ansible", "fleet", *VARS, "-m", "gb10_engram_rows", "-a", json.dumps(wish)]
+    said = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False).stdout
+    on(HOSTS, "systemctl stop gb10-rows; rm /run/rows")
+    for host in HOSTS:
+        assert f"{host} | {'FAILED' if host == 'spark-b' else 'SUCCESS'}" in said, said
+    assert f"read from {STORE}/shard, wanted rows [" in " ".join(said.split())
 
 
 FLIP = f"""python3 - <<'END'
