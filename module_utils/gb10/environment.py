@@ -121,8 +121,9 @@ def pack(root: Path, engine: Engine, archive: Path, progress: Path | None = None
         partial = archive.with_name(f".{archive.name}.partial")
         command = ["tar", "-c", "--owner=0", "--group=0", "--numeric-owner", "-C", str(root), engine.identity]
         tar = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        total = sum(path.lstat().st_size for path in (root / engine.identity).rglob("*"))
         with partial.open("wb") as target:
-            digest, size = _copy(cast("IO[bytes]", tar.stdout), target, Meter(progress, 0))
+            digest, size = _copy(cast("IO[bytes]", tar.stdout), target, Meter(progress, total))
         _end(tar, f"packing {root / engine.identity}")
         partial.replace(archive)
         write_json(record, {"sha256": digest, "bytes": size})
