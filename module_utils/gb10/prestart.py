@@ -5,6 +5,7 @@ Writes /run/gb10/rank.json, from which the launcher takes argv and environment. 
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 from pathlib import Path
@@ -129,7 +130,7 @@ def check(wanted: dict[str, Any]) -> tuple[CheckedFaults, dict[str, str]]:
         )
     except roce.RoceError as error:
         return [*faults, str(error)], {}
-    print(resolved.report, flush=True)
+    print(json.dumps(resolved.report), flush=True)
     return faults, dict(resolved.environment)
 
 

@@ -244,8 +244,14 @@ def host_facts(unit: Unit) -> causes.HostFacts:
     )
 
 
+# What gb10.prestart and gb10.launcher print before they end.
+REFUSAL = re.compile(r"refusing to start(?: rank \d+)?: (.*)")
+
+
 def likely_cause(unit: Unit, text: str) -> str:
     """The known cause of the end of UNIT that its lines, the kernel's and the guard's suggest; empty when none does."""
+    if refused := REFUSAL.findall(text):
+        return f"the host refused it: {refused[0]}"
     parts = [text, f"unit result {unit.result} exit status {unit.exit_status}"]
     if unit.left_inactive:
         parts.append(kernel_log(unit.left_inactive))

@@ -334,6 +334,12 @@ def test_guards_word_is_taken_only_for_this_launch(host, monkeypatch):
     assert "memory guard" in rank.likely_cause(killed, "")
 
 
+def test_refusal_is_its_own_cause():
+    text = "room\nrefusing to start rank 1: memlock is 8388608\nrefusing to start rank 1: second"
+    assert rank.likely_cause(unit(active="failed"), text) == "the host refused it: memlock is 8388608"
+    assert rank.likely_cause(unit(), "refusing to start: no image") == "the host refused it: no image"
+
+
 @pytest.fixture
 def stopping(host, monkeypatch):
     """A unit that can be stopped; what systemctl was told."""
