@@ -522,6 +522,7 @@ def start(wanted_launch: dict[str, Any], timeout: float) -> bool:
         systemctl("start", UNIT, timeout=timeout)
     except Exception as error:
         failed = show(UNIT)[UNIT]
-        lines = [line for line in journal(failed, 20).splitlines() if line.strip()]
-        raise RankError("\n".join([str(error), *lines])) from error
+        text = journal(failed, 60)
+        refused = [f"refused to start: {reason}" for reason in REFUSAL.findall(text)]
+        raise RankError("\n".join(refused or [str(error), *text.splitlines()[-20:]])) from error
     return True

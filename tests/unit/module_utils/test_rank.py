@@ -340,6 +340,46 @@ def test_refusal_is_its_own_cause():
     assert rank.likely_cause(unit(), "refusing to start: no image") == "the host refused it: no image"
 
 
+@pytest.mark.parametrize(
+    ("journal", "wanted"),
+    [
+        (
+            "room\nrefusing to start rank 1: a\nrefusing to start rank 1: b\n",
+            "refused to start: a\nrefused to start: b",
+        ),
+        ("one\ntwo\n", "systemctl start failed\none\ntwo"),
+    ],
+)
+def test_start_that_fails_tells_the_hosts_own_reasons_first(host, monkeypatch, journal, wanted):
+    def fail(*_, **__):
+        raise rank.RankError("systemctl start failed")
+
+    monkeypatch.setattr(rank, "show", lambda *_: {rank.UNIT: unit(active="failed")})
+    monkeypatch.setattr(rank, "systemctl", fail)
+    monkeypatch.setattr(rank, "journal", lambda unit, lines: journal)
+    with pytest.raises(rank.RankError) as raised:
+        rank.start({"launch_id": "l2", "master_port": 1}, 30)
+    assert str(raised.value) == wanted
+
+
+@pytest.mark.parametrize(("launch_id", "started"), [("l1", False), ("l2", None)])
+def test_rank_that_runs_is_left_alone_or_refused(host, monkeypatch, launch_id, started):
+    monkeypatch.setattr(rank, "show", lambda *_: {rank.UNIT: unit()})
+    if started is None:
+        with pytest.raises(rank.RankError, match="still runs in launch l1, wanted l2"):
+            rank.start({"launch_id": launch_id, "master_port": 1}, 30)
+    else:
+        assert rank.start({"launch_id": launch_id, "master_port": 1}, 30) is started
+
+
+def test_unit_that_changed_on_disk_is_read_before_it_is_started(host, monkeypatch):
+    told = []
+    monkeypatch.setattr(rank, "show", lambda *_: {rank.UNIT: unit(active="inactive", needs_reload=True)})
+    monkeypatch.setattr(rank, "systemctl", lambda *words, **_: told.append(words[0]))
+    assert rank.start({"launch_id": "l2", "master_port": 1}, 30)
+    assert told == ["daemon-reload", "start"]
+
+
 @pytest.fixture
 def stopping(host, monkeypatch):
     """A unit that can be stopped; what systemctl was told."""
