@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import access, engram_layout, engram_rows, launcher, memory, processes, rank, release, roce
+from . import access, engram_layout, engram_rows, gpu_smi, launcher, memory, processes, rank, release, roce
 from .files import write_json
 from .nfs import probe_mount
 
@@ -90,10 +90,15 @@ def _limit_faults(wanted: dict[str, Any]) -> CheckedFaults:
 def _leftover_faults(wanted: dict[str, Any], launch: dict[str, Any]) -> CheckedFaults:
     """Engines outside this unit, and whoever holds its ports. Nothing is ended here: a start is no place to kill."""
     group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
-    return [
-        f"{one} is in the way: stop it by its id, or with playbooks/stop.yml where user {wanted['user']} owns it"
-        for one in processes.leftovers(group, rank.ports(wanted, launch))
-    ]
+    found = processes.leftovers(group, rank.ports(wanted, launch))
+    # What CUDA allocates is in no resident set.
+    gpu = {one.pid: one.mib for one in gpu_smi.query_processes(10)[1]} if found else {}
+    step = f"stop it by its id, or with playbooks/stop.yml where user {wanted['user']} owns it"
+    faults = []
+    for one in found:
+        held = f", {gpu[one.process.pid]} MiB of the GPU" if gpu.get(one.process.pid) else ""
+        faults.append(f"{one}{held} is in the way: {step}")
+    return faults
 
 
 def _memory_faults(wanted: dict[str, Any]) -> CheckedFaults:

@@ -9,7 +9,7 @@ import resource
 from types import SimpleNamespace
 
 import pytest
-from ansible.module_utils.gb10 import access, launcher, memory, prestart, processes, rank, release, roce
+from ansible.module_utils.gb10 import access, gpu_smi, launcher, memory, prestart, processes, rank, release, roce
 
 AWKWARD = "π \"quoted\" 'single' %c $HOME \\ back  two"
 FABRIC = {"VLLM_HOST_IP": "192.0.2.11", "GLOO_SOCKET_IFNAME": "enp1s0f0np0"}
@@ -120,10 +120,12 @@ def test_rank_with_few_open_files_is_refused(host, monkeypatch, capsys):
 
 
 def test_leftover_is_named_and_not_ended(host, monkeypatch, capsys):
-    engine = processes.Process(4711, 0, "VLLM::EngineCor", "S", 104277, "/user.slice", ("VLLM::EngineCore",))
+    engine = processes.Process(4711, 0, "VLLM::EngineCor", "S", 900, "/user.slice", ("VLLM::EngineCore",))
     monkeypatch.setattr(processes, "leftovers", lambda group, ports: [processes.Leftover(engine, (21007,))])
+    gpu = [gpu_smi.GpuProcess(4711, "VLLM::EngineCore", 104277)]
+    monkeypatch.setattr(gpu_smi, "query_processes", lambda timeout_s: ("ok", gpu))
     output = refused(capsys)
-    for text in ("pid 4711", "VLLM::EngineCore", "104277 MiB", "port 21007", "of root", "is in the way"):
+    for text in ("pid 4711", "VLLM::EngineCore", "104277 MiB of the GPU", "port 21007", "of root", "is in the way"):
         assert text in output
 
 
