@@ -2,7 +2,8 @@
 
 FlashInfer comes as sources and compiles a module when it is first used. On a GB10 that takes minutes and several GiB
 a compiler out of the memory that the engine holds, and has wedged hosts. So the modules that a profile names are built
-into a cache on the host's own disk while nothing is served, two jobs at a time, and copied into the release:
+into the release's cache on the host's own disk while nothing is served, two jobs at a time, and copied into the
+release:
 
     <release>/kernels/modules/<name>/<name>.so         what was built
     <release>/kernels/kernels.json                     from what, with size and SHA-256
@@ -137,9 +138,9 @@ class KernelPrebuildError(Exception):
 class Wish:
     """What to build, with what, for whom.
 
-    `python_path` is the engine's, `environment` what its unit gives it, `cache` a folder of this host that compilers
-    write to, `modules` are ``package.module:function`` (the function returns FlashInfer's build description),
-    `deep_gemm` the shapes of `deep_gemm_shapes` or None.
+    `python_path` is the engine's, `environment` what its unit gives it, `cache` the folder of this host below which
+    each release's compilers have their own, `modules` are ``package.module:function`` (the function returns FlashInfer's
+    build description), `deep_gemm` the shapes of `deep_gemm_shapes` or None.
     """
 
     release: Path
@@ -153,21 +154,25 @@ class Wish:
     timeout_s: float = 3600
 
     @property
+    def folder(self) -> Path:
+        """Where the compilers of this release keep their work; the launcher names it in the same way."""
+        return self.cache / self.release.resolve().name
+
+    @property
     def digest(self) -> str:
         """Of all that decides the kernels; the release's own name stands for the packages in it."""
         arch = self.environment.get("FLASHINFER_CUDA_ARCH_LIST", "")
         return sha256_document([self.release.resolve().name, list(self.modules), self.deep_gemm, arch])
 
 
-def caches(root: Path) -> dict[str, str]:
-    """Where the engine's compilers keep their work, as vllm-rank.service gives it to the engine."""
+def caches(folder: Path) -> dict[str, str]:
+    """Where the compilers keep their work, as the launcher gives it to the engine."""
     return {
-        "HOME": str(root),
-        "XDG_CACHE_HOME": str(root),
-        "VLLM_CACHE_ROOT": f"{root}/vllm",
-        "TRITON_CACHE_DIR": f"{root}/triton",
-        "TILELANG_CACHE_DIR": f"{root}/tilelang",
-        "FLASHINFER_WORKSPACE_BASE": f"{root}/flashinfer",
+        "XDG_CACHE_HOME": str(folder),
+        "VLLM_CACHE_ROOT": f"{folder}/vllm",
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+        "TILELANG_CACHE_DIR": f"{folder}/tilelang",
+        "FLASHINFER_WORKSPACE_BASE": f"{folder}/flashinfer",
     }
 
 
@@ -178,7 +183,14 @@ def build_environment(wish: Wish) -> dict[str, str]:
     bounds = {"MAX_JOBS": str(JOBS), "FLASHINFER_NVCC_THREADS": "1"}
     forbidden = {"FLASHINFER_DISABLE_JIT", "PYTHONPATH"}
     own = {key: value for key, value in wish.environment.items() if key not in forbidden}
-    return {**own, **caches(wish.cache), **bounds, "PATH": path, "PYTHONPATH": ":".join(wish.python_path)}
+    return {
+        **own,
+        **caches(wish.folder),
+        **bounds,
+        "HOME": str(wish.folder),
+        "PATH": path,
+        "PYTHONPATH": ":".join(wish.python_path),
+    }
 
 
 def deep_gemm_shapes(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -253,7 +265,9 @@ def prebuild(wish: Wish, report: Callable[[str], None], progress: Path | None = 
     Raises KernelPrebuildError with the compiler's last lines; the release then offers no kernels, old or new.
     """
     release = wish.release.resolve()
-    wish.cache.mkdir(parents=True, exist_ok=True)
+    wish.folder.mkdir(parents=True, exist_ok=True)
+    if identity := _identity(wish):
+        os.chown(wish.folder, identity["user"], identity["group"])
     with exclusive(release / KERNELS):
         _withdraw(release)
         meter = Meter(progress, len(wish.modules) + bool(wish.deep_gemm))
@@ -272,26 +286,27 @@ def prebuild(wish: Wish, report: Callable[[str], None], progress: Path | None = 
     return actions
 
 
+def _identity(wish: Wish) -> dict[str, Any]:
+    """As whom to compile, for Popen; empty for whoever runs this."""
+    if not wish.user or os.geteuid() != 0:
+        return {}
+    account = pwd.getpwnam(wish.user)
+    groups = os.getgrouplist(wish.user, account.pw_gid)
+    return {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": groups}
+
+
 def _run(wish: Wish, program: str, argument: str, report: Callable[[str], None]) -> dict[str, Any]:
     """One build in the engine's Python; the JSON document that it prints last."""
     start = time.monotonic()
-    identity: dict[str, Any] = {}
-    if wish.user and os.geteuid() == 0:
-        account = pwd.getpwnam(wish.user)
-        identity = {
-            "user": account.pw_uid,
-            "group": account.pw_gid,
-            "extra_groups": os.getgrouplist(wish.user, account.pw_gid),
-        }
     child = subprocess.Popen(
         [wish.python, "-B", "-c", program, argument],
         env=build_environment(wish),
-        cwd=wish.cache,
+        cwd=wish.folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        **identity,
+        **_identity(wish),
     )
     output = _wait(child, start, wish.timeout_s, report, argument)
     lines = output.strip().splitlines()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible.module_utils.gb10 import kernel_prebuild
+from ansible.module_utils.gb10 import kernel_prebuild, launcher
 
 PROJECT = Path(__file__).resolve().parents[3]
 MEMINFO = "MemTotal:       127535892 kB\nMemFree:        20000000 kB\nMemAvailable:   {} kB\n"
@@ -125,23 +125,23 @@ def build(wish: kernel_prebuild.Wish, **changes: Any) -> dict[str, str]:
 def first_use(wish: kernel_prebuild.Wish, name: str) -> subprocess.CompletedProcess[str]:
     """What the engine does: import FlashInfer from its module path and use a module, nothing else set."""
     program = f"from flashinfer.jit import ops; print(ops.{name}().build_and_load())"
-    env = {"PYTHONPATH": ":".join(wish.python_path), "FLASHINFER_WORKSPACE_BASE": str(wish.cache / "flashinfer")}
+    env = {"PYTHONPATH": ":".join(wish.python_path), "FLASHINFER_WORKSPACE_BASE": str(wish.folder / "flashinfer")}
     env |= {"MAX_JOBS": "2", "FLASHINFER_NVCC_THREADS": "1"}
     return subprocess.run([wish.python, "-B", "-c", program], env=env, capture_output=True, text=True, check=False)
 
 
 def test_without_prebuilt_kernels_the_engine_compiles(wish: kernel_prebuild.Wish) -> None:
     assert first_use(wish, "two").returncode == 0
-    assert (wish.cache / "flashinfer/cached_ops/two/two.so").exists()
+    assert (wish.folder / "flashinfer/cached_ops/two/two.so").exists()
 
 
 def test_with_them_it_uses_those_and_refuses_to_compile_another(wish: kernel_prebuild.Wish) -> None:
     assert build(wish) == {"flashinfer.jit.ops:one": "built"}
-    shutil.rmtree(wish.cache / "flashinfer")  # the release has its own
+    shutil.rmtree(wish.folder / "flashinfer")  # the release has its own
     assert first_use(wish, "one").stdout == "one 2 1\n"
     refused = first_use(wish, "two")
     assert "JIT compilation is disabled: two" in refused.stderr
-    assert not (wish.cache / "flashinfer/cached_ops/two").exists()
+    assert not (wish.folder / "flashinfer/cached_ops/two").exists()
 
 
 def test_kernels_stand_until_the_wish_changes(wish: kernel_prebuild.Wish) -> None:
@@ -246,10 +246,10 @@ def test_a_release_without_kernels_is_not_started_on_a_gpu(wish: kernel_prebuild
     assert "no kernels were built for this release: run playbooks/prebuild.yml" in fault
 
 
-def test_the_build_fills_the_caches_that_the_unit_names() -> None:
-    unit = yaml.safe_load((PROJECT / "roles/vllm_rank/vars/main.yml").read_text())["_vllm_rank_caches"]
-    built = kernel_prebuild.caches(Path("/var/cache/gb10/vllm"))
-    assert {key: unit[key] for key in built if key != "HOME"} == {key: built[key] for key in built if key != "HOME"}
+def test_the_build_fills_the_caches_that_the_launcher_names(wish: kernel_prebuild.Wish) -> None:
+    started = launcher.cache_environment(launcher.CACHES / wish.release.resolve().name)
+    built = kernel_prebuild.caches(dataclasses.replace(wish, cache=launcher.CACHES).folder)
+    assert {key: started[key] for key in built} == built
 
 
 def test_the_role_names_the_modules_that_were_read_in_flashinfer() -> None:
