@@ -139,8 +139,8 @@ class Wish:
     """What to build, with what, for whom.
 
     `python_path` is the engine's, `environment` what its unit gives it, `cache` the folder of this host below which
-    each release's compilers have their own, `modules` are ``package.module:function`` (the function returns FlashInfer's
-    build description), `deep_gemm` the shapes of `deep_gemm_shapes` or None.
+    each release's compilers have their own, `modules` are ``package.module:function`` (the function returns
+    FlashInfer's build description), `deep_gemm` the shapes of `deep_gemm_shapes` or None.
     """
 
     release: Path
