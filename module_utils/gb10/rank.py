@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from . import causes, launches, processes, release
-from .compare import argument_faults, environment_faults, masked
+from .compare import argument_faults, environment_faults, masked, masked_words
 from .files import read_json, sha256_document, write_json
 from .systemd import Unit, show, systemctl
 
@@ -153,6 +153,8 @@ def journal(unit: Unit, lines: int | None = None) -> str:
     which = f"_SYSTEMD_INVOCATION_ID={unit.invocation}" if unit.invocation else f"--unit={unit.name}"
     command = ["journalctl", "--no-pager", "-q", "-o", "cat", which]
     command += ["--lines", str(lines or ("all" if unit.invocation else 60))]
+    if not unit.invocation and unit.left_inactive:
+        command.append(f"--since=@{int(unit.left_inactive)}")  # nothing of the launch before
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False)
     return result.stdout
 
@@ -276,6 +278,8 @@ def state() -> dict[str, Any]:
         text = journal(unit, None if active else 200)
         phase = phase_of(text) if active else DOWN
     now = time.time()
+    # vLLM ends with exit status 0 when its engine dies, so a result of success proves nothing.
+    failed = not active and (bool(text) or unit.result != "success")
     result: dict[str, Any] = {
         "unit": unit.active,
         "unit_result": unit.result,
@@ -306,7 +310,7 @@ def state() -> dict[str, Any]:
         "running_release": actual.get("release", "") if active else "",
         "release_faults": [],
         "last_lines": [] if active else [line for line in text.splitlines() if line.strip()][-15:],
-        "cause": "" if active or not text or actual.get("stopped") else likely_cause(unit, text),
+        "cause": likely_cause(unit, text) if failed and not actual.get("stopped") else "",
     }
     if wanted:
         link = Path(wanted["release_link"])
@@ -320,7 +324,7 @@ def state() -> dict[str, Any]:
             result["drift"] = "; ".join(sentence for sentences in differences.values() for sentence in sentences)
             result["process"] = {
                 "pid": seen.pid,
-                "argv": list(seen.argv),
+                "argv": masked_words(seen.argv),
                 "environment": masked(seen.environment or {}),
                 "unknown": seen.unknown,
             }

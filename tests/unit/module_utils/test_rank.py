@@ -334,6 +334,43 @@ def test_guards_word_is_taken_only_for_this_launch(host, monkeypatch):
     assert "memory guard" in rank.likely_cause(killed, "")
 
 
+@pytest.fixture
+def dead(host, monkeypatch):
+    """A host whose rank ended; the journal is empty unless a test fills it."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(rank.subprocess, "run", run)
+    rank.CONFIGURATION.unlink()
+    return commands
+
+
+def test_rank_that_was_killed_without_a_word_has_a_cause(dead, monkeypatch):
+    killed = unit(active="failed", main_pid=0, result="signal", exit_status=9)
+    monkeypatch.setattr(rank, "show", lambda *_: {rank.UNIT: killed})
+    assert "SIGKILL" in rank.state()["cause"]
+    rank.RUNNING.write_text(json.dumps({"launch_id": "l1", "stopped": True}))
+    assert rank.state()["cause"] == ""
+
+
+def test_unit_that_never_ran_has_no_cause(dead, monkeypatch):
+    idle = unit(active="inactive", main_pid=0, invocation="", left_inactive=0.0)
+    monkeypatch.setattr(rank, "show", lambda *_: {rank.UNIT: idle})
+    found = rank.state()
+    assert (found["active"], found["phase"], found["cause"]) == (False, "down", "")
+
+
+def test_lines_of_the_launch_before_are_not_read(dead):
+    rank.journal(unit(invocation="", left_inactive=1234.0), 200)
+    assert dead[-1][-1] == "--since=@1234"
+    rank.journal(unit(invocation="i", left_inactive=1234.0), 200)
+    assert "_SYSTEMD_INVOCATION_ID=i" in dead[-1]
+    assert not any(word.startswith("--since") for word in dead[-1])
+
+
 def test_refusal_is_its_own_cause():
     text = "room\nrefusing to start rank 1: memlock is 8388608\nrefusing to start rank 1: second"
     assert rank.likely_cause(unit(active="failed"), text) == "the host refused it: memlock is 8388608"
