@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
+import itertools
 import mmap
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +18,15 @@ from typing import TypeVar
 T = TypeVar("T")
 
 BLOCK_BYTES = 4096  # what O_DIRECT reads and writes whole ones of
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES, AHEAD = 4 << 20, 3
+
+
+def aligned_buffer(size: int) -> memoryview:
+    """Memory that begins at a page, as O_DIRECT wants it."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel may have none
+        memory.madvise(mmap.MADV_HUGEPAGE)  # pages that lie together make few large requests to the disk
+    return memoryview(memory)
 
 
 def open_uncached(path: Path, flags: int) -> int:
@@ -29,26 +40,33 @@ def open_uncached(path: Path, flags: int) -> int:
 
 
 def chunks(path: Path, start: int = 0, patience_s: float = 0) -> Iterator[memoryview]:
-    """The bytes of a file from ``start``, a multiple of BLOCK_BYTES, on; past the page cache, 16 MiB of memory.
+    """The bytes of a file from ``start``, a multiple of BLOCK_BYTES, on; past the page cache.
 
-    While the caller works on a chunk another thread reads the next one. A chunk is valid until the next is asked for.
+    While the caller works on a chunk another thread reads the next ones, so that neither the disk nor the caller waits.
+    That takes AHEAD + 1 chunks of memory. A chunk is valid until the next is asked for.
     """
-    here, there = (memoryview(mmap.mmap(-1, CHUNK_BYTES)) for _ in range(2))
+    buffers = itertools.cycle([aligned_buffer(CHUNK_BYTES) for _ in range(AHEAD + 1)])
     fd = open_uncached(path, os.O_RDONLY)
+    size = os.fstat(fd).st_size
+
+    def fill(buffer: memoryview, offset: int) -> memoryview:
+        done, wanted = 0, min(CHUNK_BYTES, size - offset)
+        while done < wanted:
+            got = patiently(patience_s, functools.partial(os.preadv, fd, [buffer[done:]], offset + done))
+            if not got:
+                break  # the file is shorter now
+            done += got
+        return buffer[:done]
+
     try:
-        size = os.fstat(fd).st_size
         with ThreadPoolExecutor(1) as reader:
-
-            def begin(buffer: memoryview, offset: int) -> Future[int]:
-                return reader.submit(patiently, patience_s, functools.partial(os.preadv, fd, [buffer], offset))
-
-            pending = begin(here, start)
-            while start < size and (got := pending.result()):
-                start += got
-                if start < size:
-                    pending = begin(there, start)
-                yield here[:got]
-                here, there = there, here
+            pending: deque[Future[memoryview]] = deque()
+            for offset in range(start, size, CHUNK_BYTES):
+                pending.append(reader.submit(fill, next(buffers), offset))
+                if len(pending) == AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
     finally:
         os.close(fd)
 

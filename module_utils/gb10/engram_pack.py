@@ -6,7 +6,6 @@ the page cache where the file system allows it, so that memory and the engine's 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -14,6 +13,8 @@ import hashlib
 import mmap
 import os
 from array import array
+
+from .disk_io import aligned_buffer
 
 WEIGHT_BYTES, SCALE_BYTES = 256, 8
 ROW_BYTES = WEIGHT_BYTES + SCALE_BYTES
@@ -64,10 +65,7 @@ class Buffer:
     """Page-aligned memory for one segment, as O_DIRECT wants it."""
 
     def __init__(self) -> None:
-        memory = mmap.mmap(-1, SEGMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel may have none
-            memory.madvise(mmap.MADV_HUGEPAGE)  # pages that lie together make few large requests to the disk
-        self.view = memoryview(memory)
+        self.view = aligned_buffer(SEGMENT_BYTES)
 
     def read(self, fd: int, span: tuple[int, int]) -> memoryview:
         """The file's bytes in ``span``, whole blocks; raises ShortReadError when it ends earlier."""

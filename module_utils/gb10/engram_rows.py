@@ -178,7 +178,7 @@ def damaged_segments(directory: Path, level: str, options: Options) -> dict[int,
     for entry in manifest["layers"]:
         indices = range(len(entry["segments"]))
         if level == "sampled" and len(indices) > SAMPLED_SEGMENTS:
-            jobs += [(entry, index) for index in (0, indices[-1], *random.sample(indices, SAMPLED_SEGMENTS - 2))]
+            jobs += [(entry, index) for index in (0, indices[-1], *random.sample(indices[1:-1], SAMPLED_SEGMENTS - 2))]
         else:
             jobs += [(entry, index) for index in indices]
     pace = _Pace(options, sum(_length(entry, index) for entry, index in jobs))
