@@ -110,7 +110,7 @@ def test_every_host_is_told_its_own_verdict_under_load(request):
     request.addfinalizer(lambda: on(HOSTS, UNDO))
     for host, fault in zip(HOSTS, proved, strict=True):
         on([host], f"export GB10_ROOT=\n{fault['inject']}")
-    output = refused("playbooks/prove.yml", *(word for fault in proved for word in extra(fault)))
+    output = refused("playbooks/prove_gpu.yml", *(word for fault in proved for word in extra(fault)))
     for host, fault in zip(HOSTS, proved, strict=True):
         told = re.search(rf"fatal: \[{host}\]: FAILED! (.*?)(?:fatal: |PLAY RECAP)", output)
         assert told, output
