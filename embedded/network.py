@@ -62,22 +62,38 @@ def refuse_conflicts() -> list[str]:
     return faults
 
 
+def ensure_bridge(bridge: str, address: str = "") -> None:
+    """Make a bridge that is missing, with this machine's address on it where one is given (CIDR form)."""
+    if not _exists(bridge):
+        _ip("link", "add", bridge, "type", "bridge")
+        # A bridge waits 30 s before it forwards on a new port unless told otherwise.
+        _ip("link", "set", bridge, "type", "bridge", "forward_delay", "0", "mcast_snooping", "0")
+        if address:
+            _ip("address", "add", address, "dev", bridge)
+    _ip("link", "set", bridge, "up")
+
+
+def ensure_tap(tap: str, bridge: str, mtu: int = 1500) -> None:
+    """Make a port of a bridge that is missing. The bridge takes the smallest MTU (bytes) of its ports."""
+    if not _exists(tap):
+        _ip("tuntap", "add", "dev", tap, "mode", "tap")
+    _ip("link", "set", tap, "mtu", str(mtu), "master", bridge, "up")
+
+
+def delete(*interfaces: str) -> None:
+    for interface in interfaces:
+        if _exists(interface):
+            _ip("link", "del", interface)
+
+
 def ensure() -> None:
     """Make bridges and taps that are missing; existing ones stay, also those of a clone whose hosts are all off."""
     OWNER.write_text(f"{STATE}\n")
-    for bridge in BRIDGES:
-        if not _exists(bridge):
-            _ip("link", "add", bridge, "type", "bridge")
-            # A bridge waits 30 s before it forwards on a new port unless told otherwise.
-            _ip("link", "set", bridge, "type", "bridge", "forward_delay", "0", "mcast_snooping", "0")
-            if bridge == MANAGEMENT_BRIDGE:
-                _ip("address", "add", f"{GATEWAY}/24", "dev", bridge)
-        _ip("link", "set", bridge, "up")
+    ensure_bridge(MANAGEMENT_BRIDGE, f"{GATEWAY}/24")
+    ensure_bridge(FABRIC_BRIDGE)
     for host in HOSTS:
         for tap, bridge in zip(host.taps, BRIDGES, strict=True):
-            if not _exists(tap):
-                _ip("tuntap", "add", "dev", tap, "mode", "tap")
-            _ip("link", "set", tap, "master", bridge, "up")
+            ensure_tap(tap, bridge)
 
 
 def remove() -> None:
@@ -85,7 +101,5 @@ def remove() -> None:
     owner = OWNER.read_text().strip() if OWNER.exists() else str(STATE)
     if owner != str(STATE) and power.anyone_on(Path(owner)):
         return
-    for interface in [tap for host in HOSTS for tap in host.taps] + list(BRIDGES):
-        if _exists(interface):
-            _ip("link", "del", interface)
+    delete(*(tap for host in HOSTS for tap in host.taps), *BRIDGES)
     OWNER.unlink(missing_ok=True)
