@@ -13,17 +13,17 @@ MODULE_UTILS = str(Path(__file__).resolve().parent.parent / "module_utils")
 if MODULE_UTILS not in ansible.module_utils.__path__:
     ansible.module_utils.__path__.append(MODULE_UTILS)
 
-from ansible.module_utils.gb10 import allreduce, fabric_judge, fabric_perftest  # noqa: E402 the path above
+from ansible.module_utils.gb10 import allreduce, fabric_judge, fabric_path, fabric_perftest  # noqa: E402 the path above
 
 
 def peers(hosts: Mapping[str, Mapping[str, Any]], host: str) -> list[dict[str, Any]]:
     """All hosts but ``host``, as gb10_fabric_path wants them."""
-    names = ("address", "mtu", "mac", "boot_id", "firmware")
+    names = ("address", "mtu", "mac")
     return [{"host": name} | {k: found[k] for k in names} for name, found in hosts.items() if name != host]
 
 
 def perftest_verdict(results: Mapping[str, Mapping[str, Any]], share: float, latency_us: float) -> dict[str, list[str]]:
-    """results: host -> what gb10_fabric_perftest returned. Returns ``faults`` and the ``table``'s lines."""
+    """results: host -> what gb10_fabric_perftest measured. Returns ``faults`` and the ``table``'s lines."""
     measured = {host: result["results"] for host, result in results.items()}
     bounds = {host: (float(result["bound"][0]), str(result["bound"][1])) for host, result in results.items()}
     return {
@@ -55,7 +55,10 @@ class FilterModule:
     def filters(self) -> dict[str, Any]:
         return {
             "gb10_fabric_peers": peers,
+            "gb10_fabric_key": fabric_path.key,
+            "gb10_fabric_remembered": fabric_path.remembered,
             "gb10_fabric_links": fabric_judge.judge_links,
+            "gb10_fabric_unfit": fabric_judge.unfit,
             "gb10_fabric_paths": fabric_judge.judge_paths,
             "gb10_fabric_matrix": fabric_judge.matrix,
             "gb10_fabric_perftest": perftest_verdict,

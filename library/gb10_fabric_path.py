@@ -9,12 +9,11 @@ short_description: Test the paths from one host to all others
 description:
   - Pings every peer at the full MTU with fragmentation forbidden, connects to an ephemeral TCP port of each, and looks
     for a second owner of every address. All hosts must run it at the same time.
-  - A good result is remembered and given again without any packet while boot, address, interface, MTU and firmware of
-    this host and of all peers are the same. Check mode tests but remembers nothing.
+  - A good result is remembered under O(key), for M(gb10_fabric_link) to return. Check mode tests but remembers nothing.
 author: gb10-fleet
 options:
   own:
-    description: This host's C(fabric) as M(gb10_fabric_info) returned it.
+    description: This host's C(fabric) as M(gb10_fabric_link) returned it.
     type: dict
     required: true
   peers:
@@ -27,12 +26,10 @@ options:
       address: {description: Fabric address., type: str, required: true}
       mtu: {description: Ethernet MTU., type: int, required: true}
       mac: {description: MAC address of the fabric interface., type: str, required: true}
-      boot_id: {description: The kernel's boot id., type: str, required: true}
-      firmware: {description: Firmware of the adapter., type: str, required: true}
-  force:
-    description: Test again even where a result is remembered.
-    type: bool
-    default: false
+  key:
+    description: What a remembered result stands for.
+    type: str
+    required: true
   wait:
     description: Seconds that the peers' own calls may take to begin.
     type: float
@@ -48,8 +45,9 @@ attributes:
 EXAMPLES = r"""
 - name: Prove the paths between all hosts
   gb10_fabric_path:
-    own: "{{ fabric_info.fabric }}"
-    peers: "{{ fabric_peers }}"
+    own: "{{ fabric_link.fabric }}"
+    peers: "{{ fabric_hosts | gb10_fabric_peers(inventory_hostname) }}"
+    key: "{{ fabric_hosts | gb10_fabric_key }}"
 """
 
 RETURN = r"""
@@ -68,10 +66,6 @@ paths:
       tcp: open
       answered_by: ["02:00:00:00:0a:02"]
       route: enp1s0f0np0
-remembered:
-  description: Whether this is an earlier result, given without any packet.
-  returned: success
-  type: bool
 """
 
 from pathlib import Path
@@ -89,9 +83,9 @@ def argument_spec() -> dict:
             "type": "list",
             "elements": "dict",
             "required": True,
-            "options": peer | {"mac": text, "boot_id": text, "firmware": text},
+            "options": peer | {"mac": text},
         },
-        "force": {"type": "bool", "default": False},
+        "key": text,
         "wait": {"type": "float", "default": 20},
         "memory": {"type": "path", "default": "/var/lib/gb10/fabric-path.json"},
     }
@@ -101,10 +95,6 @@ def main() -> None:
     module = AnsibleModule(argument_spec(), supports_check_mode=True)
     own, memory = module.params["own"], Path(module.params["memory"])
     peers = [fabric_path.Peer(**peer) for peer in module.params["peers"]]
-    conditions = fabric_path.conditions(own, peers)
-    known = None if module.params["force"] else fabric_path.recall(memory, conditions)
-    if known is not None:
-        module.exit_json(changed=False, paths=known, remembered=True)
     try:
         outcomes = fabric_path.as_dicts(
             fabric_path.probe_paths(
@@ -116,11 +106,11 @@ def main() -> None:
     keep = fabric_path.good(outcomes, peers)
     if not module.check_mode:
         if keep:
-            fabric_path.remember(memory, conditions, outcomes)
+            fabric_path.remember(memory, module.params["key"], outcomes)
         else:
-            # What was proven earlier under the same conditions is no longer true.
+            # What was proven earlier is no longer true.
             memory.unlink(missing_ok=True)
-    module.exit_json(changed=keep, paths=outcomes, remembered=False)
+    module.exit_json(changed=keep, paths=outcomes)
 
 
 if __name__ == "__main__":

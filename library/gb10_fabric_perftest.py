@@ -9,7 +9,7 @@ short_description: Measure RDMA bandwidth and latency to every other host
 description:
   - Runs C(ib_write_bw) and C(ib_write_lat) with every other host, both ways, with the GID index looked up. All hosts
     must run it at the same time, and nothing else should use the fabric.
-  - A result is remembered as M(gb10_fabric_path) remembers its own. Check mode measures but remembers nothing.
+  - A result is remembered under O(key), for M(gb10_fabric_link) to return. Check mode measures but remembers nothing.
 author: gb10-fleet
 options:
   host:
@@ -21,17 +21,13 @@ options:
     type: dict
     required: true
   own:
-    description: This host's C(fabric) as M(gb10_fabric_info) returned it, with an RDMA port.
+    description: This host's C(fabric) as M(gb10_fabric_link) returned it, with an RDMA port.
     type: dict
     required: true
-  conditions:
-    description: Anything that, when it changes, makes an earlier result worthless.
-    type: raw
-    default: []
-  force:
-    description: Measure again even where a result is remembered.
-    type: bool
-    default: false
+  key:
+    description: What a remembered result stands for.
+    type: str
+    required: true
   seconds:
     description: Length of one bandwidth test.
     type: int
@@ -53,32 +49,26 @@ EXAMPLES = r"""
   gb10_fabric_perftest:
     host: spark-a
     addresses: {spark-a: 192.168.192.1, spark-b: 192.168.192.2}
-    own: "{{ fabric_info.fabric }}"
+    own: "{{ fabric_link.fabric }}"
+    key: "{{ fabric_hosts | gb10_fabric_key }}"
 """
 
 RETURN = r"""
-results:
-  description: What this host measured as the writing side.
+measured:
+  description:
+    - C(results), what this host measured as the writing side, and C(bound), what the slower of link and PCIe slot carries
+      in Gbit/s and which of the two that is.
   returned: success
-  type: list
-  elements: dict
-  sample: [{to: spark-b, gbps: 98.1, latency_us: 2.1}]
-bound:
-  description: What the slower of link and PCIe slot carries, in Gbit/s, and which of the two that is.
-  returned: success
-  type: list
-  sample: [126.0, PCIe 32.0 GT/s x4]
-remembered:
-  description: Whether this is an earlier result.
-  returned: success
-  type: bool
+  type: dict
+  sample:
+    results: [{to: spark-b, gbps: 98.1, latency_us: 2.1}]
+    bound: [126.0, PCIe 32.0 GT/s x4]
 """
 
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gb10 import fabric_path, fabric_perftest
-from ansible.module_utils.gb10.files import sha256_document
 
 
 def argument_spec() -> dict:
@@ -86,8 +76,7 @@ def argument_spec() -> dict:
         "host": {"type": "str", "required": True},
         "addresses": {"type": "dict", "required": True},
         "own": {"type": "dict", "required": True},
-        "conditions": {"type": "raw", "default": []},
-        "force": {"type": "bool", "default": False},
+        "key": {"type": "str", "required": True},
         "seconds": {"type": "int", "default": 2},
         "wait": {"type": "float", "default": 60},
         "memory": {"type": "path", "default": "/var/lib/gb10/fabric-perftest.json"},
@@ -99,19 +88,16 @@ def main() -> None:
     params, memory = module.params, Path(module.params["memory"])
     rdma = params["own"]["rdma"]
     bound = fabric_perftest.read_bound(rdma["hca"], float(rdma["rate_gbps"]))
-    conditions = sha256_document([params["conditions"], params["addresses"], params["seconds"]])
-    known = None if params["force"] else fabric_path.recall(memory, conditions)
-    if known is not None:
-        module.exit_json(changed=False, results=known, bound=bound, remembered=True)
     try:
         results = fabric_perftest.measure(
             params["host"], params["addresses"], rdma, seconds=params["seconds"], wait_s=params["wait"]
         )
     except fabric_perftest.PerftestError as error:
         module.fail_json(msg=str(error))
+    measured = {"results": results, "bound": bound}
     if not module.check_mode:
-        fabric_path.remember(memory, conditions, results)
-    module.exit_json(changed=True, results=results, bound=bound, remembered=False)
+        fabric_path.remember(memory, params["key"], measured)
+    module.exit_json(changed=True, measured=measured)
 
 
 if __name__ == "__main__":

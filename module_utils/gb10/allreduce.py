@@ -107,16 +107,20 @@ def judge(
 ) -> dict[str, list[str]]:
     """Faults and notes over all ranks.
 
-    results: host -> what the probe wrote (keys of ``allreduce_probe.measure`` and ``transport``).
+    results: host -> what the probe wrote (keys of ``allreduce_probe.measure`` and ``transport``), or ``error``, or
+    ``skipped`` where there is no engine to measure with; that is a note only when it is so on every host.
     hosts: every host that must have answered. hcas: host -> wanted ``hca:port``.
     thresholds: ``p50_us`` at 60 KiB, ``step_ms`` for 88 operations of 60 KiB, ``slow`` share; each may be absent.
     """
     faults: list[str] = []
     notes: list[str] = []
+    skipped = {host: results[host]["skipped"] for host in hosts if "skipped" in results.get(host, {})}
+    if len(skipped) == len(hosts):
+        return {"faults": [], "notes": [f"{host}: all-reduces not measured: {why}" for host, why in skipped.items()]}
     for host in hosts:
         result = results.get(host)
-        if not result or result.get("error"):
-            why = (result or {}).get("error", "no result")
+        if not result or result.get("error") or host in skipped:
+            why = skipped.get(host) or (result or {}).get("error", "no result")
             faults.append(f"{host}: the all-reduce did not run: {why}; wanted a result from every rank")
             continue
         if result["wrong_sums"]:
@@ -163,6 +167,8 @@ def _time_faults(host: str, result: Mapping[str, Any], thresholds: Mapping[str, 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """p50/p90 in microseconds, a line for each size, a column for each host."""
     measured = {host: r for host, r in results.items() if "sizes" in r}
+    if not measured:
+        return ""
     lines = ["bytes".rjust(8) + "".join(host.rjust(20) for host in measured)]
     for size in SIZES:
         cells = (r["sizes"][str(size)] for r in measured.values())

@@ -107,7 +107,7 @@ def carry_out(
     """Write, apply, and wait until the interface has both. Raises ConfigError; refuses while a busy unit runs."""
     run = run or _run
     if plan.apply:
-        active = [unit for unit in busy_units if run(("systemctl", "is-active", unit)).stdout.strip() in ACTIVE]
+        active = busy(busy_units, run)
         if active:
             raise ConfigError(
                 f"{interface}: {', '.join(active)} is running and would lose its connections; "
@@ -131,6 +131,15 @@ def carry_out(
                 f"Next: journalctl -u systemd-networkd -u NetworkManager"
             )
         time.sleep(0.5)
+
+
+def busy(
+    units: Sequence[str], run: Callable[[Sequence[str]], subprocess.CompletedProcess[str]] | None = None
+) -> list[str]:
+    """Which of these units are not at rest."""
+    run = run or _run
+    states = run(("systemctl", "is-active", *units)).stdout.split() if units else []
+    return [unit for unit, state in zip(units, states, strict=False) if state in ACTIVE]
 
 
 ACTIVE = ("active", "activating", "deactivating", "reloading")

@@ -61,6 +61,16 @@ def judge_links(
     return {"faults": faults, "notes": notes}
 
 
+def unfit(hosts: Mapping[str, Facts]) -> list[str]:
+    """Why the fabric cannot be measured now: a link that cannot be used, or an engine that uses it."""
+    faults = [f"{h}: {f['fault']}. Next: {f['next_step']}" for h, f in hosts.items() if f["fault"]]
+    return faults + [
+        f"{host}: {', '.join(found['busy'])} is running; wanted the fabric at rest. Next: playbooks/stop.yml"
+        for host, found in hosts.items()
+        if found["busy"]
+    ]
+
+
 def _lost_at_reboot(where: str, found: Facts, mtu: int) -> list[str]:
     kept = found["persistence"]
     wanted = "wanted in the network configuration below /etc"

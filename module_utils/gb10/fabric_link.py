@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -234,6 +234,7 @@ def facts(
     root: Path = Path("/"),
     netdevs: Callable[[], list[roce.Netdev]] = roce.read_netdevs,
     generate: Callable[[Path, Path], bool] = netplan_generate,
+    known_persistence: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything about this host's side of the fabric; ``fault`` and ``next_step`` are '' where it can be used."""
     found: dict[str, Any] = {
@@ -261,7 +262,7 @@ def facts(
             "also_in_subnet": sorted(
                 n.name for n in interfaces if n.name != netdev.name and any(a.ip in network for a in n.addresses)
             ),
-            "persistence": persistence(netdev, address, root, generate),
+            "persistence": known_persistence or persistence(netdev, address, root, generate),
         }
         fabric = roce.resolve(
             fabric_address,

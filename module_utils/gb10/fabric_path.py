@@ -25,6 +25,8 @@ from .files import read_json, sha256_document, write_json
 PORT = 47610
 HEADERS = {4: 28, 6: 48}  # IP and ICMP bytes that a ping's payload size leaves out
 GREETING = b"gb10"
+# Each host keeps its results of these tests in fabric-TEST.json below the folder.
+MEMORY, TESTS = Path("/var/lib/gb10"), ("path", "perftest")
 
 
 class PathError(Exception):
@@ -39,8 +41,6 @@ class Peer:
     address: str
     mtu: int
     mac: str
-    boot_id: str
-    firmware: str
 
 
 @dataclass(frozen=True)
@@ -252,26 +252,35 @@ def _output(command: list[str]) -> str:
 # --- memory ----------------------------------------------------------------------------------------
 
 
-def conditions(own: Mapping[str, Any], peers: Sequence[Peer]) -> str:
-    """What a remembered result stands for: boot, address, firmware and MTU of this host and of every peer."""
-    facts = [[own[name] for name in ("address", "interface", "mac", "mtu", "boot_id", "firmware")]]
-    facts += [[p.host, p.address, p.mtu, p.mac, p.boot_id, p.firmware] for p in sorted(peers, key=lambda p: p.host)]
-    return sha256_document(facts)
+def key(hosts: Mapping[str, Mapping[str, Any]]) -> str:
+    """What a result over these hosts (name -> facts) stands for: when one of these changes, it is worthless."""
+    names = ("address", "interface", "mac", "mtu", "boot_id", "firmware")
+    return sha256_document([[host, *(found.get(name) for name in names)] for host, found in sorted(hosts.items())])
 
 
-def recall(file: Path, wanted: str) -> list[dict[str, Any]] | None:
-    """The remembered result of exactly these conditions, or None."""
+def recall(file: Path) -> dict[str, Any] | None:
+    """``key`` and ``result`` as they were remembered; None where there is nothing readable."""
     try:
         stored = read_json(file)
-        return list(stored["result"]) if stored and stored["key"] == wanted else None
+        return {"key": str(stored["key"]), "result": stored["result"]} if stored else None
     except (ValueError, KeyError, TypeError):
         # A damaged memory is no memory: the test is run again and the file replaced.
         return None
 
 
-def remember(file: Path, wanted: str, result: Sequence[Mapping[str, Any]]) -> None:
+def remember(file: Path, wanted: str, result: Any) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, {"key": wanted, "result": list(result)})
+    write_json(file, {"key": wanted, "result": result})
+
+
+def remembered(hosts: Mapping[str, Mapping[str, Any]], test: str) -> dict[str, Any]:
+    """host -> result of ``path`` or ``perftest``, empty unless every host holds one under the present key.
+
+    A test needs all hosts at the same time, so one that has forgotten makes all of them test again.
+    """
+    stored = {host: found["remembered"][test] for host, found in hosts.items()}
+    now = key(hosts)
+    return {h: s["result"] for h, s in stored.items()} if all(s and s["key"] == now for s in stored.values()) else {}
 
 
 def good(outcomes: Sequence[Mapping[str, Any]], peers: Sequence[Peer]) -> bool:

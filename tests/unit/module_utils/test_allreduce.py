@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -154,3 +155,20 @@ def test_table_has_a_line_for_each_size_and_the_step():
     assert len(lines) == len(allreduce.SIZES) + 2
     assert lines[4].split() == ["61440", "40.6/55.7"]
     assert lines[-1].split() == ["88x60KiB", "3.49/3.82", "ms"]
+
+
+SKIPPED = {"skipped": "no rank is installed"}
+
+
+def test_fleet_without_an_engine_is_noted_and_one_host_without_is_a_fault():
+    judge = functools.partial(allreduce.judge, hosts=["a", "b"], require_rdma=False, hcas={}, thresholds={})
+    gloo = {"sizes": {}, "step_ms": {}, "wrong_sums": [], "backend": "gloo"}
+
+    assert judge({"a": SKIPPED, "b": SKIPPED}) == {
+        "faults": [],
+        "notes": [f"{host}: all-reduces not measured: no rank is installed" for host in "ab"],
+    }
+    assert judge({"a": gloo, "b": SKIPPED})["faults"] == [
+        "b: the all-reduce did not run: no rank is installed; wanted a result from every rank"
+    ]
+    assert allreduce.table({"a": SKIPPED}) == ""

@@ -263,3 +263,18 @@ def test_matrix_shows_every_host_and_direction():
         "spark-c no-tcp ok - ok",
         "spark-d untested untested untested -",
     ]
+
+
+def test_fabric_in_use_or_unusable_is_not_measured():
+    idle = {"fault": "", "busy": []}
+    hosts = {
+        "a": idle,
+        "b": idle | {"busy": ["vllm-rank.service"]},
+        "c": idle | {"fault": "enp1s0f0np0: no GID", "next_step": "look"},
+    }
+
+    assert fabric_judge.unfit(hosts) == [
+        "c: enp1s0f0np0: no GID. Next: look",
+        "b: vllm-rank.service is running; wanted the fabric at rest. Next: playbooks/stop.yml",
+    ]
+    assert fabric_judge.unfit({"a": idle}) == []

@@ -31,7 +31,7 @@ From 198.18.9.11 icmp_seq=1 Destination Host Unreachable
 --- 198.18.9.99 ping statistics ---
 3 packets transmitted, 0 received, +1 errors, 100% packet loss, time 411ms
 """
-PEER = fabric_path.Peer("b", "127.0.0.1", 9000, "02:00:00:00:0a:02", "boot-b", "28.45.4028")
+PEER = fabric_path.Peer("b", "127.0.0.1", 9000, "02:00:00:00:0a:02")
 OWN = {
     "address": "10.10.0.11",
     "interface": "enp1s0f0np0",
@@ -124,25 +124,44 @@ def test_route_is_read_from_iproute2():
     assert fabric_path.route_interface("198.18.9.12", lambda _: "RTNETLINK answers: Network is unreachable") == ""
 
 
-def test_result_is_remembered_for_the_same_conditions(tmp_path):
+def test_result_is_recalled_as_it_was_remembered(tmp_path):
     memory = tmp_path / "gb10/fabric-path.json"
-    wanted = fabric_path.conditions(OWN, [PEER])
 
-    assert fabric_path.recall(memory, wanted) is None
-    fabric_path.remember(memory, wanted, [GOOD])
-    assert fabric_path.recall(memory, wanted) == [GOOD]
+    assert fabric_path.recall(memory) is None
+    fabric_path.remember(memory, "k", [GOOD])
+    assert fabric_path.recall(memory) == {"key": "k", "result": [GOOD]}
 
 
+HOSTS = {"a": OWN, "b": OWN | {"address": "10.10.0.12", "mac": PEER.mac, "boot_id": "boot-b"}}
+
+
+@pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("name", ["boot_id", "address", "firmware", "mtu", "interface", "mac"])
-def test_change_of_this_host_forgets(name):
-    assert fabric_path.conditions(OWN, [PEER]) != fabric_path.conditions(OWN | {name: "other"}, [PEER])
+def test_change_of_any_host_forgets(host, name):
+    assert fabric_path.key(HOSTS) != fabric_path.key(HOSTS | {host: HOSTS[host] | {name: "other"}})
 
 
-@pytest.mark.parametrize("name", ["boot_id", "address", "firmware", "mtu", "mac"])
-def test_change_of_a_peer_forgets(name):
-    other = fabric_path.Peer(**(PEER.__dict__ | {name: "other"}))
+def test_hosts_agree_on_the_key_in_any_order():
+    assert fabric_path.key(HOSTS) == fabric_path.key(dict(reversed(HOSTS.items())))
+    assert fabric_path.key(HOSTS) != fabric_path.key({"a": OWN})
 
-    assert fabric_path.conditions(OWN, [PEER]) != fabric_path.conditions(OWN, [other])
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "known"),
+    [
+        ({"key": fabric_path.key(HOSTS), "result": [1]}, {"key": fabric_path.key(HOSTS), "result": [2]}, True),
+        # Each host is the other side of the others' tests: one that has forgotten makes all test again.
+        ({"key": fabric_path.key(HOSTS), "result": [1]}, None, False),
+        ({"key": "old", "result": [1]}, {"key": fabric_path.key(HOSTS), "result": [2]}, False),
+        (None, None, False),
+    ],
+)
+def test_result_counts_only_when_every_host_remembers_it(of_a, of_b, known):
+    hosts = {
+        h: HOSTS[h] | {"remembered": {"path": stored, "perftest": None}} for h, stored in (("a", of_a), ("b", of_b))
+    }
+
+    assert fabric_path.remembered(hosts, "path") == ({"a": [1], "b": [2]} if known else {})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"key": "x"}'])
@@ -150,7 +169,7 @@ def test_damaged_memory_is_none(tmp_path, text):
     memory = tmp_path / "memory.json"
     memory.write_text(text)
 
-    assert fabric_path.recall(Path(memory), "x") is None
+    assert fabric_path.recall(Path(memory)) is None
 
 
 @pytest.mark.parametrize(
