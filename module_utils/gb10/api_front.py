@@ -71,7 +71,7 @@ def ensure_certificate(folder: Path, names: Sequence[str]) -> bool:
 def prepare(credentials: Path, runtime: Path, state: Path, names: Sequence[str]) -> str:
     """Write key.conf, tls.crt and tls.key below RUNTIME; a sentence on where the certificate is from."""
     os.umask(0o077)
-    key = (credentials / "api-key").read_bytes().rstrip(b"\r\n")
+    key = (credentials / "api-key").read_bytes().removesuffix(b"\n").removesuffix(b"\r")
     (runtime / "key.conf").write_text(key_map(key))
     source, said = credentials, "the inventory's certificate"
     if not (credentials / "tls.crt").is_file():
