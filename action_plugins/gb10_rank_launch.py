@@ -58,7 +58,7 @@ def phases_text(fleet: list[str], notes: dict[str, dict[str, Any]]) -> str:
 def estimate_text(notes: dict[str, dict[str, Any]], now: float) -> str:
     """Percentage and time left of the rank that is furthest behind, empty where no host has seen such a launch."""
     found = [
-        launches.estimate(note["typical"], note["phase_name"], note["percent"], note["age"] + now - note["at"])
+        launches.estimate(note["typical"], note["phase_name"], note["percent"], note["spent"] + now - note["at"])
         for note in notes.values()
         if note.get("typical")
     ]
@@ -114,14 +114,14 @@ def turn(host: str, order: list[str], notes: dict[str, dict[str, Any]]) -> bool 
     return all(notes.get(other, {}).get("started") for other in order[: order.index(host)])
 
 
-def note_of(state: dict[str, Any], completion: dict[str, Any], launch_id: str) -> dict[str, Any]:
-    """What one look at a rank tells the others."""
+def note_of(state: dict[str, Any], completion: dict[str, Any], launch_id: str, since: float = 0.0) -> dict[str, Any]:
+    """What one look at a rank tells the others; SINCE is its age when its phase was first seen."""
     note: dict[str, Any] = {
         "started": True,
         "phase": state["phase"],
         "phase_name": state["phase_name"],
         "percent": state["phase_percent"],
-        "age": state["age"],
+        "spent": max(0.0, state["age"] - since),
         "typical": state["typical"],
         "text": completion["text"],
     }
@@ -170,6 +170,7 @@ class ActionModule(ActionBase):
         started = time.monotonic()
         self._due = started + float(arguments["timeout"])
         self._state: dict[str, Any] = {}
+        self._since = 0.0
         threading.Thread(target=self._work, args=(arguments, host, board, task_vars), daemon=True).start()
         while True:
             notes = board.read()
@@ -228,7 +229,9 @@ class ActionModule(ActionBase):
             options = {"completion": completion}
         result = self._ask("gb10_rank_info", options, longest, task_vars)
         self._state = result["rank"]
-        return note_of(result["rank"], result["completion"], launch_id)
+        if self._state["phase_name"] != before.get("phase_name", "starting"):
+            self._since = self._state["age"]
+        return note_of(self._state, result["completion"], launch_id, self._since)
 
     def _ask(
         self, module: str, options: dict[str, Any], longest: float, task_vars: dict[str, Any] | None

@@ -197,7 +197,7 @@ def gb10_table(rows: list[Mapping[str, Any]], columns: list[str]) -> list[str]:
 def _actual(state: Mapping[str, Any], fact: str) -> str:
     """Whether what runs is what is configured, as far as it can be told."""
     if not state["active"]:
-        return "not running"
+        return "down"
     if fact == "release":
         running = state["running_release"]
         if not running:
@@ -206,7 +206,7 @@ def _actual(state: Mapping[str, Any], fact: str) -> str:
     process = state["process"]
     if not process.get("argv") or (fact == "environment" and not process.get("environment")):
         return "unknown"
-    return "differs" if state["differs"][fact] else "as configured"
+    return "differs" if state["differs"][fact] else "same"
 
 
 def gb10_status_table(hosts: list[str], hostvars: Mapping[str, Mapping[str, Any]], variable: str) -> list[str]:

@@ -77,16 +77,16 @@ def typical(entries: Sequence[Mapping[str, Any]], profile: str) -> dict[str, flo
     return {name: statistics.median(values) for name, values in seen.items()}
 
 
-def estimate(times: Mapping[str, float], phase: str, percent: int, age: float) -> tuple[int, float] | None:
+def estimate(times: Mapping[str, float], phase: str, percent: int, spent: float) -> tuple[int, float] | None:
     """Percentage done and seconds left of a launch, None without an earlier one.
 
-    TIMES are those of `typical`; PERCENT is that of the phase where one is known, AGE the seconds since the start. The
-    place in the launch is the phase's, so a slow phase does not count as progress: AGE only moves it within its phase.
+    TIMES are those of `typical`; PERCENT is that of the phase where one is known, SPENT the seconds in it so far.
+    The place in the launch is the phase's: time that a slow phase takes beyond its usual one is no progress.
     """
     ready = times.get(READY, 0.0)
     if ready <= 0:
         return None
     begin = min(times.get(phase, 0.0), ready)
     end = min((seconds for seconds in times.values() if seconds > begin), default=ready)
-    place = begin + (end - begin) * percent / 100 if percent else min(max(age, begin), end)
+    place = begin + (end - begin) * percent / 100 if percent else min(begin + spent, end)
     return min(99, int(100 * place / ready)), ready - place

@@ -62,7 +62,7 @@ def test_turn(host, notes, wanted):
 
 
 TYPICAL = {"loading": 40.0, "loaded": 80.0, "ready": 100.0}
-HALF = LOADING | {"typical": TYPICAL, "phase_name": "loading", "percent": 50, "age": 50.0, "at": 1000.0}
+HALF = LOADING | {"typical": TYPICAL, "phase_name": "loading", "percent": 50, "spent": 10.0, "at": 1000.0}
 
 
 def test_progress_names_every_host():
@@ -77,10 +77,15 @@ def test_progress_shows_percentage_and_time_left_of_the_slowest():
 
 
 def test_estimate_moves_on_between_two_looks():
-    waiting = HALF | {"phase_name": "loaded", "percent": 0, "age": 85.0}
+    waiting = HALF | {"phase_name": "loaded", "percent": 0, "spent": 5.0}
     assert action.estimate_text({"a": waiting}, 1000.0) == "85 %, about 15 s left"
     assert action.estimate_text({"a": waiting}, 1010.0) == "95 %, about 5 s left"
     assert action.estimate_text({"a": waiting}, 1100.0) == "any moment"
+
+
+def test_time_in_a_phase_counts_from_when_it_was_first_seen():
+    note = action.note_of(rank_state(age=230.0), {"text": "", "fault": ""}, "l1", since=220.0)
+    assert note["spent"] == 10.0
 
 
 # ------------------------------------------------------------------------------------------------ a whole launch

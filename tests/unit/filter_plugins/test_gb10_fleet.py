@@ -178,17 +178,17 @@ FACTS = ("release", "arguments", "environment")
 @pytest.mark.parametrize(
     ("changes", "cells"),
     [
-        ({}, ["r1", "as configured", "as configured"]),
+        ({}, ["r1", "same", "same"]),
         ({"process": UNKNOWN}, ["r1", "unknown", "unknown"]),
         (
             {"process": {"pid": 7, "argv": ["serve"], "environment": {}, "unknown": "denied"}},
-            ["r1", "as configured", "unknown"],
+            ["r1", "same", "unknown"],
         ),
-        ({"differs": {"arguments": True, "environment": False}}, ["r1", "differs", "as configured"]),
-        ({"differs": {"arguments": False, "environment": True}}, ["r1", "as configured", "differs"]),
-        ({"running_release": "r0"}, ["r0, configured r1", "as configured", "as configured"]),
-        ({"running_release": ""}, ["unknown", "as configured", "as configured"]),
-        ({"active": False, "unit": "failed"}, ["r1", "not running", "not running"]),
+        ({"differs": {"arguments": True, "environment": False}}, ["r1", "differs", "same"]),
+        ({"differs": {"arguments": False, "environment": True}}, ["r1", "same", "differs"]),
+        ({"running_release": "r0"}, ["r0, configured r1", "same", "same"]),
+        ({"running_release": ""}, ["unknown", "same", "same"]),
+        ({"active": False, "unit": "failed"}, ["r1", "down", "down"]),
     ],
 )
 def test_status_shows_what_runs_against_what_is_configured(changes, cells):

@@ -39,19 +39,19 @@ TIMES = {"joined": 20.0, "loading": 40.0, "loaded": 80.0, "ready": 100.0}
 
 
 @pytest.mark.parametrize(
-    ("phase", "percent", "age", "wanted"),
+    ("phase", "percent", "spent", "wanted"),
     [
         ("starting", 0, 5, (5, 95.0)),
         ("starting", 0, 500, (20, 80.0)),  # stuck before the first phase: time alone is no progress
         ("loading", 50, 1, (60, 40.0)),
-        ("loading", 0, 60, (60, 40.0)),
-        ("loaded", 0, 90, (90, 10.0)),
+        ("loading", 0, 20, (60, 40.0)),
+        ("loaded", 0, 10, (90, 10.0)),
         ("loaded", 0, 999, (99, 0.0)),
         ("unheard of", 0, 10, (10, 90.0)),
     ],
 )
-def test_estimate(phase, percent, age, wanted):
-    assert launches.estimate(TIMES, phase, percent, age) == wanted
+def test_estimate(phase, percent, spent, wanted):
+    assert launches.estimate(TIMES, phase, percent, spent) == wanted
 
 
 def test_first_launch_has_no_estimate():
