@@ -9,7 +9,7 @@ module: gb10_kernel_prebuild
 short_description: Compile the engine's kernels while nothing is served, and offer them to the release
 description:
   - Builds the FlashInfer modules that the release lacks, two compilers at a time, and runs DeepGEMM's shapes once.
-  - From then on FlashInfer refuses to compile a module that was not built, with its name.
+  - From then on FlashInfer refuses to compile a module that was not built.
   - Refuses while a unit serves, below the memory floor and on a network file system; says so on a host without a GPU.
 options:
   release: {description: Link to the current release., type: path, required: true}

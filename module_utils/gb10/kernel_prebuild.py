@@ -10,8 +10,8 @@ release:
     <release>/site/flashinfer_jit_cache/__init__.py    offers them to FlashInfer; written last
 
 The last is FlashInfer's own way to bring compiled modules along (flashinfer/jit/env.py, providers). A module from
-there is loaded without asking ninja, and the same file sets FLASHINFER_DISABLE_JIT, with which FlashInfer raises an
-error that names a module instead of compiling it. That switch alone would also refuse modules in FlashInfer's own
+there is loaded without asking ninja, and the same file sets FLASHINFER_DISABLE_JIT, with which FlashInfer raises
+MissingJITCacheError instead of compiling a module. That switch alone would also refuse modules in FlashInfer's own
 cache, which `JitSpecNvcc.try_load` does not look into.
 
 DeepGEMM compiles a kernel for each shape and keeps it in a persistent cache; the shapes of DeepSeek-V4.1 are run
@@ -112,7 +112,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 __version__ = {version!r}
-# From here on a module that is not among these is an error that names it, not a compiler beside a loaded model.
+# From here on a module that is not among these is an error, not a compiler beside a loaded model.
 os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
 
 
