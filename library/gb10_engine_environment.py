@@ -19,6 +19,7 @@ options:
   lock: {description: Text of requirements.txt with hashes., type: str, required: true}
   source: {description: Whether to install packages or to unpack the archive., type: str, choices: [packages, archive], default: packages}
   archive: {description: Archive to write after installing from packages or to unpack., type: path}
+  export: {description: "NFS export, as host:path, that has the archive where the host itself has it not; mounted while it is read.", type: str}
   sha256: {description: Digest of the archive as the host that wrote it reported it., type: str}
   progress: {description: File that says how many bytes are packed or unpacked., type: path, default: /run/gb10/progress/engine.json}
 author: [gb10-fleet maintainers (@gb10-fleet)]
@@ -40,11 +41,15 @@ identity: {description: Name of the environment's directory., returned: always, 
 sha256: {description: Digest of the archive., returned: with an archive and not in check mode, type: str}
 """
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gb10 import environment
+from ansible.module_utils.gb10 import environment, nfs
 from ansible.module_utils.gb10.environment import Engine, EnvironmentFault
+
+MOUNT = Path("/run/gb10/engine-store")
 
 
 def argument_spec() -> dict:
@@ -57,9 +62,21 @@ def argument_spec() -> dict:
         "lock": text,
         "source": {"type": "str", "choices": ["packages", "archive"], "default": "packages"},
         "archive": {"type": "path"},
+        "export": {"type": "str"},
         "sha256": {"type": "str"},
         "progress": {"type": "path", "default": "/run/gb10/progress/engine.json"},
     }
+
+
+@contextlib.contextmanager
+def reachable(archive: Path, export: str | None) -> Iterator[Path]:
+    """The archive's path, with EXPORT mounted where this host does not have it: a host may keep its own checkpoint."""
+    root = Path((export or "").partition(":")[2])
+    if archive.is_file() or not export or not archive.is_relative_to(root):
+        yield archive
+        return
+    with nfs.mounted(export, MOUNT, ["ro", "softerr", "timeo=20", "retrans=1", "nodev", "nosuid"]) as store:
+        yield store / archive.relative_to(root)
 
 
 def apply(params: dict, engine: Engine) -> dict:
@@ -67,7 +84,8 @@ def apply(params: dict, engine: Engine) -> dict:
     root, progress = Path(params["root"]), Path(params["progress"])
     archive = Path(params["archive"]) if params["archive"] else None
     if params["source"] == "archive":
-        changed = environment.unpack(root, engine, archive, params["sha256"], progress)
+        with reachable(archive, params["export"]) as source:
+            changed = environment.unpack(root, engine, source, params["sha256"], progress)
         return {"changed": changed, "sha256": params["sha256"]}
     changed = environment.install(root, engine)
     return {"changed": changed, "sha256": environment.pack(root, engine, archive, progress) if archive else ""}
@@ -83,7 +101,7 @@ def main() -> None:
     try:
         absent = environment.read(Path(module.params["root"]), engine) is None
         result = {"changed": absent} if module.check_mode else apply(module.params, engine)
-    except (EnvironmentFault, OSError, ValueError) as error:
+    except (EnvironmentFault, nfs.NfsError, OSError, ValueError) as error:
         module.fail_json(msg=str(error), identity=engine.identity)
     states = {"before": "absent\n" if absent else f"{engine.identity}\n", "after": f"{engine.identity}\n"}
     module.exit_json(identity=engine.identity, diff=states, **result)

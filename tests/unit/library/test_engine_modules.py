@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -11,7 +12,7 @@ import gb10_engine_environment
 import gb10_kernel_prebuild
 import gb10_patch_series
 import pytest
-from ansible.module_utils.gb10 import environment, kernel_prebuild
+from ansible.module_utils.gb10 import environment, kernel_prebuild, nfs
 from ansible.module_utils.testing import patch_module_args
 
 
@@ -64,6 +65,30 @@ def test_one_host_installs_and_another_unpacks(run, tmp_path, wheels, monkeypatc
     assert not run(gb10_engine_environment, **from_archive)["changed"]
     other = run(gb10_engine_environment, **from_archive | {"root": str(tmp_path / "third"), "sha256": "0" * 64})
     assert f"wanted {'0' * 64}" in other["msg"]
+
+
+def test_a_host_without_the_store_reads_the_archive_from_its_export(run, tmp_path, wheels, monkeypatch):
+    archive = tmp_path / "export/.engines/engine.tar"
+    built = run(gb10_engine_environment, **wanted(tmp_path / "build", archive=str(archive)))
+    used = []
+
+    @contextlib.contextmanager
+    def mounted(source, at, options):
+        used.append(source)
+        assert "ro" in options
+        yield tmp_path / "export"
+
+    monkeypatch.setattr(nfs, "mounted", mounted)
+    from_export = wanted(tmp_path / "host", source="archive", sha256=built["sha256"])
+    from_export |= {"archive": "/srv/models/.engines/engine.tar", "export": "192.0.2.1:/srv/models"}
+    assert run(gb10_engine_environment, **from_export)["changed"]
+    assert used == ["192.0.2.1:/srv/models"]
+    # Where the host sees the archive itself, and for one that is no part of the export, nothing is mounted.
+    third = from_export | {"root": str(tmp_path / "third")}
+    assert run(gb10_engine_environment, **third | {"archive": str(archive)})["changed"]
+    fourth = from_export | {"root": str(tmp_path / "fourth"), "archive": "/nowhere/engine.tar"}
+    assert "/nowhere/engine.tar is missing" in run(gb10_engine_environment, **fourth)["msg"]
+    assert len(used) == 1
 
 
 # ------------------------------------------------------------------------------------------------- releases
