@@ -275,7 +275,7 @@ TABLE: tuple[Cause, ...] = (
         "kernel-build-failed",
         r"ninja: build stopped|cc1plus.*Killed|nvcc (?:fatal|error)|Could not find nvcc|Error building extension",
         "a kernel was compiled at run time and failed",
-        "rerun playbooks/engine.yml, which builds kernels beforehand",
+        "run playbooks/stop.yml, then playbooks/prebuild.yml",
         "docs/vllm-patches.md",
     ),
     Cause(
