@@ -11,7 +11,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import access, engram_layout, engram_rows, gpu_smi, launcher, memory, processes, rank, release, roce
+from . import (
+    access,
+    engram_layout,
+    engram_rows,
+    gpu_smi,
+    kernel_prebuild,
+    launcher,
+    memory,
+    processes,
+    rank,
+    release,
+    roce,
+)
 from .files import write_json
 from .nfs import probe_mount
 
@@ -108,6 +120,13 @@ def _memory_faults(wanted: dict[str, Any]) -> CheckedFaults:
     return [f"MemAvailable is {found} MiB, wanted {floor} MiB before a start: end what else uses memory on this host"]
 
 
+def _kernel_faults(wanted: dict[str, Any], link: Path) -> CheckedFaults:
+    if wanted.get("container"):
+        return []  # an image brings its kernels along
+    mounts, gpu = Path("/proc/mounts").read_text(), Path("/dev/nvidiactl").exists()
+    return kernel_prebuild.start_faults(link, wanted["environment"], mounts, gpu=gpu)
+
+
 def check(wanted: dict[str, Any]) -> tuple[CheckedFaults, dict[str, str]]:
     """All faults of this host for this rank, and the environment that the fabric gives it."""
     link = Path(wanted["release_link"])
@@ -119,6 +138,7 @@ def check(wanted: dict[str, Any]) -> tuple[CheckedFaults, dict[str, str]]:
         # Nothing reads the store where its server gives no answer: the reader would hang, too.
         *(_mount_faults(wanted) or _access_faults(wanted)),
         *_engram_faults(wanted),
+        *_kernel_faults(wanted, link),
         *_limit_faults(wanted),
         *_leftover_faults(wanted, launch),
         *_memory_faults(wanted),

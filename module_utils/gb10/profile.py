@@ -397,7 +397,7 @@ def faults(name: str, document: Any, patches: Path) -> list[str]:
             "log_proof": document.get("log_proof", []),
         }
         found += [
-            f"readiness.warm_up has {length!r}, wanted numbers of tokens to generate before ready is declared"
+            f"readiness.warm_up has {length!r}, wanted how often to repeat the prompt in a request before ready"
             for length in document["readiness"].get("warm_up", [])
             if not _typed(length, int) or length < 1
         ]

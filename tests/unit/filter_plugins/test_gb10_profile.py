@@ -74,7 +74,7 @@ FAULTS = {
     "relative mount": (IMAGE, "engine/mounts", ["opt/x"], "engine.mounts has 'opt/x', wanted absolute paths"),
     "mount with a colon": (IMAGE, "engine/mounts", ["/a:/b"], "engine.mounts has '/a:/b', wanted absolute paths"),
     "unknown store": (TINY, "checkpoint/store", "ceph", "checkpoint.store is 'ceph', wanted nfs or copy"),
-    "warm-up of nothing": (TINY, "readiness/warm_up", [0], "readiness.warm_up has 0, wanted numbers of tokens"),
+    "warm-up of nothing": (TINY, "readiness/warm_up", [0], "readiness.warm_up has 0, wanted how often to repeat"),
     "proof that is no text": (TINY, "log_proof", [5], "log_proof has 5, wanted text"),
     "no config.json": (TINY, "checkpoint/files", [], "does not name config.json"),
     "no name": (TINY, "served_model_names", [], "served_model_names is empty"),
