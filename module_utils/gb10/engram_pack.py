@@ -77,8 +77,8 @@ class Packer(Buffer):
     """A buffer that packs source rows; 8 MiB for them and 8 MiB for the source's bytes.
 
     Source rows begin at any byte and O_DIRECT reads whole blocks, so these go into ``source``, from where
-    process_vm_readv scatters the weights to their places, 1024 rows a call: far cheaper than Python moving each, and the
-    whole several times faster than reading the source through the page cache.
+    process_vm_readv scatters the weights to their places, 1024 rows a call: far cheaper than moving each in Python, and
+    several times faster than reading the source through the page cache.
     """
 
     def __init__(self) -> None:
