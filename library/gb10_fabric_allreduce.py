@@ -88,7 +88,7 @@ def measure(params: dict, rank: dict) -> tuple[dict, str]:
         wanted["address"],
         require_rdma=wanted["require_rdma"],
         hca=wanted["hca"] or None,
-        gid_index=wanted["gid_index"] if wanted["gid_index"] >= 0 else None,
+        gid_index=wanted["gid_index"],
     )
     environment = {name: str(value) for name, value in rank["environment"].items()} | fabric.environment
     environment["PYTHONPATH"] = ":".join([params["package"], *rank["python_path"]])

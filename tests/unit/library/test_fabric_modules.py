@@ -132,7 +132,7 @@ RANK = {
     "python": sys.executable,
     "python_path": ["/opt/gb10/current/site"],
     "environment": {"X": 1, "VLLM_HOST_IP": "never from the profile"},
-    "fabric": {"address": "192.168.192.1", "require_rdma": False, "hca": "", "gid_index": -1},
+    "fabric": {"address": "192.168.192.1", "require_rdma": False, "hca": None, "gid_index": None},
 }
 ARGUMENTS = {"world": 2, "master_address": "192.168.192.2"}
 
