@@ -1,6 +1,6 @@
 """Copying and verifying Engram rows and checkpoints, against dd and sha256sum on the same files and disk.
 
-    python3 bench/engram_copy.py DIRECTORY [--source DIRECTORY] [--gigabytes 2] [--repeat 3] [--workers 4]
+    python3 bench/engram_copy.py DIRECTORY [--source DIRECTORY] [--gigabytes 2] [--repeat 3] [--workers 6]
 
 DIRECTORY takes the copies, --source is a checkpoint with Engram tables, on an NFS mount for instance; without it one of
 --gigabytes is made in DIRECTORY. Every measurement alternates with its yardstick, begins with the files out of the page
@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=2)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", default="", help="part of the names to measure")
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=6)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.directory) as scratch:
         source = args.source

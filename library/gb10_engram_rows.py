@@ -46,7 +46,7 @@ options:
     description: Bytes read a second, in MB, so that a live engine is not starved; 0 for as fast as it goes.
     type: int
     default: 0
-  workers: {description: Threads; each takes 17 MiB., type: int, default: 4}
+  workers: {description: Threads; each takes 17 MiB., type: int, default: 6}
   margin_gb: {description: Space in GB to leave free., type: float, default: 1}
   progress:
     description: A JSON file with C(done_bytes), C(total_bytes) and C(started), rewritten every second.
@@ -127,7 +127,7 @@ def argument_spec() -> dict:
         "rank": {"type": "int"},
         "level": {"type": "str", "choices": list(engram_rows.LEVELS), "default": "manifest"},
         "max_mb_per_s": {"type": "int", "default": 0},
-        "workers": {"type": "int", "default": 4},
+        "workers": {"type": "int", "default": 6},
         "margin_gb": {"type": "float", "default": 1},
         "progress": {"type": "path", "default": "/run/gb10/progress/engram.json"},
         "unit": {"type": "str"},

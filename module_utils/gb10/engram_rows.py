@@ -98,7 +98,7 @@ class Options:
     A server of the source that goes away in the middle is awaited for ``patience_s`` seconds.
     """
 
-    workers: int = 4
+    workers: int = 6
     bytes_per_s: int = 0
     margin_bytes: int = 1 << 30
     patience_s: float = 120
@@ -692,7 +692,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--level", choices=LEVELS, default="manifest")
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--mb-per-s", type=int, default=0, help="0: as fast as it goes")
     parser.add_argument("--margin-mb", type=int, default=1000, help="space to leave free")
     args = parser.parse_args(argv)
