@@ -10,7 +10,7 @@ PYTHON ?= python3
 PACKAGES := user-mode-linux mmdebstrap debian-archive-keyring e2fsprogs iproute2 openssh-client gcc libc6-dev patch \
 	python3-venv
 TEST_PACKAGES := qemu-system-x86
-SCENARIOS := reject default power_loss
+SCENARIOS := fabric reject access engram default power_loss tp2
 WHEELS := $(or $(GB10_CACHE),/var/cache/gb10-fleet)/wheels
 
 .PHONY: help

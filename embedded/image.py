@@ -50,7 +50,10 @@ CUSTOMIZE = """\
 set -eu
 root=$1
 chroot "$root" systemctl -q enable systemd-networkd systemd-network-generator ssh embedded-host-key
-chroot "$root" systemctl -q disable nfs-server rpcbind 2>/dev/null || true
+chroot "$root" systemctl -q disable nfs-server rpcbind nginx 2>/dev/null || true
+# The kernel has no nf_tables address families.
+chroot "$root" update-alternatives --set iptables /usr/sbin/iptables-legacy >/dev/null
+chroot "$root" update-alternatives --set ip6tables /usr/sbin/ip6tables-legacy >/dev/null
 chroot "$root" systemctl -q mask getty@.service serial-getty@.service console-getty.service getty.target \\
   systemd-networkd-wait-online.service apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer fstrim.timer \\
   dpkg-db-backup.timer

@@ -100,6 +100,7 @@ def gb10_inventory_faults(groups: Mapping[str, list[str]], hostvars: Mapping[str
         profile = profiles.load(PROFILES, names[0], PATCHES)
     except profiles.ProfileError as error:
         return [*faults, *error.faults]
+    faults += profiles.digest_faults(profile, hostvars[fleet[0]].get("vllm_image_digest"))
     read_from = (profile["arguments"].get("engram-config") or {}).get("disk_path")
     kept_in = hostvars[fleet[0]].get("engram_rows_directory", "/var/lib/gb10/engram")
     if read_from and read_from != kept_in:
