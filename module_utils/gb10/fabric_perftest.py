@@ -39,7 +39,8 @@ def parse_table(text: str) -> dict[str, float]:
         line = raw.strip()
         if line.startswith("#bytes"):
             columns = re.findall(r"#?\w+ \w+\[[^\]]+\]|#?[\w%.]+ ?percentile\[[^\]]+\]|\S+\[[^\]]+\]|#\S+", line)
-        elif columns and re.fullmatch(r"[\d.]+(\s+[\d.]+)+", line):
+        # A deviation over one outlier can be -nan.
+        elif columns and re.fullmatch(r"\d+(\s+-?(nan|inf|[\d.]+))+", line):
             row = [float(word) for word in line.split()]
     if not row or len(row) != len(columns):
         raise PerftestError(f"perftest printed no result table: {text.strip()[-300:]}")

@@ -28,6 +28,14 @@ def test_recorded_tables():
     assert fabric_perftest.parse_table(LATENCY)["t_typical[usec]"] == 6711.81
 
 
+def test_row_with_a_deviation_that_is_no_number_is_read():
+    """As two emulated guests on a busy machine gave it: only the figures that are used have to be numbers."""
+    values = "  2 200 454.00 120037.14 3733.35 5639.97 -nan 76353.04 120037.14"
+    header = next(line for line in LATENCY.splitlines() if line.strip().startswith("#bytes"))
+
+    assert fabric_perftest.parse_table(f"{header}\n{values}\n")["t_typical[usec]"] == 3733.35
+
+
 def test_output_without_a_table_is_an_error():
     with pytest.raises(fabric_perftest.PerftestError, match="Unable to init"):
         fabric_perftest.parse_table("Unable to init the socket connection")
