@@ -134,7 +134,7 @@ def judge(
             to = result["to"]
             bound, name = min(bounds[host], bounds[to])
             wanted = share * bound
-            if result["gbps"] < wanted:
+            if not result["gbps"] >= wanted:  # nan, too
                 faults.append(
                     f"{host} -> {to}: RDMA writes at {result['gbps']:g} Gb/s; "
                     f"wanted {wanted:.3g} Gb/s, {share:g} of {name} ({bound:.3g} Gb/s)"

@@ -72,6 +72,7 @@ def test_bound_is_read_from_sysfs(tmp_path):
     [
         (98.1, 2.1, []),
         (13.2, 2.1, ["a -> b: RDMA writes at 13.2 Gb/s; wanted 88.2 Gb/s, 0.7 of PCIe 32.0 GT/s x4 (126 Gb/s)"]),
+        (float("nan"), 2.1, ["a -> b: RDMA writes at nan Gb/s; wanted 88.2 Gb/s, 0.7 of PCIe 32.0 GT/s x4 (126 Gb/s)"]),
         (98.1, 40.0, ["a -> b: latency 40 us; wanted 10 us"]),
     ],
 )
