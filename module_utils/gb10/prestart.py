@@ -19,6 +19,7 @@ from . import (
     kernel_prebuild,
     launcher,
     memory,
+    nfs,
     processes,
     rank,
     release,
@@ -120,6 +121,11 @@ def _memory_faults(wanted: dict[str, Any]) -> CheckedFaults:
     return [f"MemAvailable is {found} MiB, wanted {floor} MiB before a start: end what else uses memory on this host"]
 
 
+def _shared_path_faults(wanted: dict[str, Any]) -> CheckedFaults:
+    paths = {key: value for key, value in wanted["environment"].items() if value.startswith("/")}
+    return nfs.shared_path_faults(paths, nfs.parse_mounts(nfs.MOUNTS.read_text()))
+
+
 def _kernel_faults(wanted: dict[str, Any], link: Path) -> CheckedFaults:
     if wanted.get("container"):
         return []  # an image brings its kernels along
@@ -139,6 +145,7 @@ def check(wanted: dict[str, Any]) -> tuple[CheckedFaults, dict[str, str]]:
         *(_mount_faults(wanted) or _access_faults(wanted)),
         *_engram_faults(wanted),
         *_kernel_faults(wanted, link),
+        *_shared_path_faults(wanted),
         *_limit_faults(wanted),
         *_leftover_faults(wanted, launch),
         *_memory_faults(wanted),
