@@ -108,11 +108,20 @@ def test_gpu_verify_proves(
 ) -> None:
     lock("0,2200")
     python = engine_python(host, output, status)
-    result = run(gb10_gpu_verify, {"lock": "0,2200", "prove": True, "python": python}, capsys)
+    package = str(PROJECT / "module_utils")
+    result = run(gb10_gpu_verify, {"lock": "0,2200", "prove": True, "python": python, "package": package}, capsys)
     assert bool(result.get("failed")) is bool(fault)
     assert result.get("msg", "").startswith(fault.format(python=python))
     if not fault:
         assert (result["state"], result["memory"], result["timeline"]) == ("healthy", "fast", [[1, 228.0]])
+
+
+def test_gpu_verify_names_the_stage_that_installs_the_probe(
+    host: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lock("0,2200")
+    result = run(gb10_gpu_verify, {"prove": True, "python": sys.executable, "package": str(tmp_path)}, capsys)
+    assert result["msg"].endswith(f"{tmp_path}/gb10/gpu_probe.py is missing; run playbooks/hosts.yml first")
 
 
 def test_gpu_verify_refuses_beside_an_engine(
