@@ -9,7 +9,8 @@ import subprocess
 import tarfile
 
 import pytest
-from test_faults import HOSTS, PROJECT, one_line, run
+
+from tests.embedded_hosts import HOSTS, PROJECT, on, one_line, run
 
 ADDRESSES = {host: f"198.18.1.{11 + number}" for number, host in enumerate(HOSTS)}
 FAULTS = {
@@ -31,12 +32,6 @@ UNDO = "ip link set vec1 up mtu 1500; networkctl reload; networkctl reconfigure 
 # Trees of /sys recorded on GB10 hosts; vec1 takes the part of their port with a cable.
 TREES = PROJECT / "tests/fixtures/rdma"
 RECORDED_INTERFACE, INTERFACE = "enp1s0f0np0", "vec1"
-
-
-def on(host: str, script: str, data: bytes = b"") -> None:
-    command = ["ssh", "-F", ".embedded/ssh_config", host, script]
-    result = subprocess.run(command, cwd=PROJECT, input=data, capture_output=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def recorded_sysfs(name: str, address: str) -> bytes:
@@ -61,9 +56,9 @@ def through_the_fabric(*options: str) -> subprocess.CompletedProcess[str]:
 def faulty(request):
     """A fault of the network on spark-c, and the network as it was afterwards."""
     script, sentence = FAULTS[request.param]
-    on("spark-c", script)
+    on(["spark-c"], script)
     yield re.compile(sentence)
-    on("spark-c", UNDO)
+    on(["spark-c"], UNDO)
 
 
 @pytest.mark.parametrize("faulty", FAULTS, indirect=True)
@@ -88,10 +83,10 @@ def recorded(request):
     """Every host with the recorded tree in /run/sys, spark-c with the one named by the test."""
     for host, address in ADDRESSES.items():
         name = request.param if host == "spark-c" else "normal_index3"
-        on(host, "rm -rf /run/sys; mkdir /run/sys; tar -x -C /run/sys", recorded_sysfs(name, address))
+        on([host], "rm -rf /run/sys; mkdir /run/sys; tar -x -C /run/sys", recorded_sysfs(name, address))
     yield ["-e", '{"fabric_sysfs": "/run/sys", "fabric_require_rdma": true}']
     for host in HOSTS:
-        on(host, "rm -rf /run/sys")
+        on([host], "rm -rf /run/sys")
 
 
 @pytest.mark.parametrize("recorded", ["normal_index3"], indirect=True)
