@@ -26,7 +26,6 @@ from . import (
     roce,
 )
 from .files import write_json
-from .nfs import probe_mount
 
 CheckedFaults = list[str]
 # A rank holds a socket for each peer and channel, and its shards; the service manager's default is 1024.
@@ -48,7 +47,7 @@ def _mount_faults(wanted: dict[str, Any]) -> CheckedFaults:
     mount = wanted.get("mount")
     if not mount:
         return []
-    state = probe_mount(Path(mount["path"]), mount["source"], timeout=float(mount["timeout_s"]))
+    state = nfs.probe_mount(Path(mount["path"]), mount["source"], timeout=float(mount["timeout_s"]))
     return [state.fault] if state.fault else []
 
 
