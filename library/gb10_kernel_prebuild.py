@@ -49,7 +49,7 @@ import json
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gb10 import kernel_prebuild
+from ansible.module_utils.gb10 import kernel_prebuild, nfs
 from ansible.module_utils.gb10.kernel_prebuild import KernelPrebuildError, Wish
 
 
@@ -97,10 +97,10 @@ def apply(params: dict, check: bool) -> dict:
     wanted = wish(params)
     if kernel_prebuild.standing(wanted):
         return {"changed": False, "skipped_reason": ""}
-    filesystem = kernel_prebuild.filesystem_of(wanted.cache.absolute(), Path("/proc/mounts").read_text())
+    mounts = nfs.parse_mounts(nfs.MOUNTS.read_text())
     meminfo = Path("/proc/meminfo").read_text()
     units = kernel_prebuild.active(params["units"])
-    if found := kernel_prebuild.refusals(meminfo, params["floor_gib"], units, filesystem):
+    if found := kernel_prebuild.refusals(meminfo, params["floor_gib"], units, wanted.cache, mounts):
         raise KernelPrebuildError("\n".join(found))
     if check:
         return {"changed": True, "skipped_reason": ""}

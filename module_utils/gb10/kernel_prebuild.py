@@ -40,6 +40,7 @@ from typing import Any
 
 from .files import exclusive, read_json, sha256_document, sha256_file, write_atomic, write_json
 from .meter import Meter
+from .nfs import MOUNTS, Mount, parse_mounts, shared_path_faults
 
 # What DeepSeek-V4.1 and V4 need on SM12x, read in flashinfer-python 0.7.2.post1; not yet confirmed on a GB10.
 SM12X_MODULES = (
@@ -50,7 +51,6 @@ SM12X_MODULES = (
 JOBS = 2
 FLOOR_GIB = 24.0  # two compilers of CUTLASS kernels beside a running system
 KERNELS, RECORD, PROVIDER = "kernels", "kernels.json", "flashinfer_jit_cache"
-NETWORK = ("nfs", "cifs", "fuse")
 STEP = "run playbooks/prebuild.yml"
 
 # Both run in the engine's Python, as the engine's user.
@@ -221,7 +221,9 @@ def mem_available_gib(meminfo: str) -> float:
     raise KernelPrebuildError("/proc/meminfo has no MemAvailable; is this Linux?")
 
 
-def refusals(meminfo: str, floor_gib: float, active_units: Sequence[str], cache_filesystem: str) -> list[str]:
+def refusals(
+    meminfo: str, floor_gib: float, active_units: Sequence[str], cache: Path, mounts: list[Mount]
+) -> list[str]:
     """Every reason not to build now, each with what was found and wanted; empty when it may start."""
     faults = [
         f"{unit} is running: a build beside it can wedge the host: run playbooks/stop.yml first"
@@ -230,9 +232,7 @@ def refusals(meminfo: str, floor_gib: float, active_units: Sequence[str], cache_
     free = mem_available_gib(meminfo)
     if free < floor_gib:
         faults.append(f"MemAvailable is {free:.1f} GiB, wanted {floor_gib:.1f}: stop what holds it")
-    if cache_filesystem.startswith(NETWORK):
-        faults.append(f"the cache is on {cache_filesystem}, wanted a disk of this host: hosts must not share it")
-    return faults
+    return faults + shared_path_faults({"the cache": str(cache)}, mounts)
 
 
 def active(units: Iterable[str]) -> list[str]:
@@ -243,17 +243,6 @@ def active(units: Iterable[str]) -> list[str]:
         if state.stdout.strip() in {"active", "activating", "reloading", "deactivating"}:
             found.append(unit)
     return found
-
-
-def filesystem_of(path: Path, mounts: str) -> str:
-    """Type of the file system that holds path, from the text of /proc/mounts."""
-    best = ("", "unknown")
-    for line in mounts.splitlines():
-        fields = line.split()
-        point = fields[1].replace("\\040", " ")
-        if path.is_relative_to(point) and len(point) >= len(best[0]):
-            best = (point, fields[2])
-    return best[1]
 
 
 # ------------------------------------------------------------------------------------------------- building
@@ -403,10 +392,10 @@ def faults(release: Path, *, whole: bool = False) -> list[str]:
     return found
 
 
-def start_faults(release: Path, environment: Mapping[str, str], mounts: str, *, gpu: bool) -> list[str]:
+def start_faults(release: Path, environment: Mapping[str, str], *, gpu: bool) -> list[str]:
     """Why a rank with this ENVIRONMENT could compile while it serves; nothing on a host without a GPU.
 
-    `release.faults` already holds the kernels to their record.
+    `release.faults` holds the kernels to their record, and the start refuses every path on the network by itself.
     """
     if not gpu:
         return []
@@ -420,10 +409,6 @@ def start_faults(release: Path, environment: Mapping[str, str], mounts: str, *, 
         found.append(f"FLASHINFER_NVCC_THREADS is {threads or 'unset'}, wanted 1: set it in the profile's environment")
     if "FLASHINFER_DISABLE_JIT" in environment and not environment["FLASHINFER_DISABLE_JIT"]:
         found.append("FLASHINFER_DISABLE_JIT is set to nothing, which lets FlashInfer compile: take it out")
-    for key in sorted(caches(Path("/"))):
-        filesystem = filesystem_of(Path(environment[key]), mounts) if environment.get(key) else ""
-        if filesystem.startswith(NETWORK):
-            found.append(f"{key} is {environment[key]} on {filesystem}, wanted a disk of this host")
     return found
 
 
@@ -450,8 +435,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         deep_gemm=args.deep_gemm,
     )
     try:
-        filesystem = filesystem_of(wish.cache, Path("/proc/mounts").read_text())
-        found = refusals(Path("/proc/meminfo").read_text(), args.floor_gib, active(args.unit), filesystem)
+        mounts = parse_mounts(MOUNTS.read_text())
+        found = refusals(Path("/proc/meminfo").read_text(), args.floor_gib, active(args.unit), wish.cache, mounts)
         if not found:
             for module, action in prebuild(wish, lambda text: print(text, flush=True)).items():
                 print(f"{module}: {action}", flush=True)

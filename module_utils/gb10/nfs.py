@@ -65,7 +65,7 @@ def layers(mounts: list[Mount], path: Path) -> list[Mount]:
 
 
 # What a host serves to others, or fetches from them; none of it is a disk of its own.
-NETWORK_KINDS = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "fuse.sshfs", "fuse.glusterfs"}
+NETWORK_KINDS = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "fuse"}
 
 
 def network_mount(path: Path, mounts: list[Mount]) -> Mount | None:
@@ -73,7 +73,8 @@ def network_mount(path: Path, mounts: list[Mount]) -> Mount | None:
     holders = [mount for mount in mounts if path.is_relative_to(mount.path)]
     # Of several on one path the last one is on top; an automount's trap shows beside what it mounts.
     top = max(reversed(holders), key=lambda mount: len(mount.path), default=None)
-    return top if top and top.kind in NETWORK_KINDS else None
+    # A program serves fuse.sshfs, fuse.glusterfs and the like; fuseblk is a disk of this host.
+    return top if top and top.kind.partition(".")[0] in NETWORK_KINDS else None
 
 
 def shared_path_faults(paths: Mapping[str, str], mounts: list[Mount]) -> list[str]:

@@ -121,15 +121,15 @@ def _memory_faults(wanted: dict[str, Any]) -> CheckedFaults:
 
 
 def _shared_path_faults(wanted: dict[str, Any]) -> CheckedFaults:
-    paths = {key: value for key, value in wanted["environment"].items() if value.startswith("/")}
+    paths = {"the caches' directory": str(launcher.CACHES)}
+    paths |= {key: value for key, value in wanted["environment"].items() if value.startswith("/")}
     return nfs.shared_path_faults(paths, nfs.parse_mounts(nfs.MOUNTS.read_text()))
 
 
 def _kernel_faults(wanted: dict[str, Any], link: Path) -> CheckedFaults:
     if wanted.get("container"):
         return []  # an image brings its kernels along
-    mounts, gpu = Path("/proc/mounts").read_text(), Path("/dev/nvidiactl").exists()
-    return kernel_prebuild.start_faults(link, wanted["environment"], mounts, gpu=gpu)
+    return kernel_prebuild.start_faults(link, wanted["environment"], gpu=Path("/dev/nvidiactl").exists())
 
 
 def check(wanted: dict[str, Any]) -> tuple[CheckedFaults, dict[str, str]]:

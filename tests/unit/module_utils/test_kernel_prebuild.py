@@ -12,28 +12,31 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible.module_utils.gb10 import kernel_prebuild, launcher
+from ansible.module_utils.gb10 import kernel_prebuild, launcher, nfs
 
 PROJECT = Path(__file__).resolve().parents[3]
 MEMINFO = "MemTotal:       127535892 kB\nMemFree:        20000000 kB\nMemAvailable:   {} kB\n"
 PLENTY = MEMINFO.format(100 * 2**20)
-MOUNTS = (
-    "/dev/nvme0n1p2 / ext4 rw 0 0\nhead:/srv/models /mnt/models nfs4 ro 0 0\n"
-    "/dev/nvme1n1 /mnt/models/local\\040disk xfs rw 0 0\ntmpfs /run tmpfs rw 0 0\n"
-)
+MOUNTS = nfs.parse_mounts("/dev/nvme0n1p2 / ext4 rw 0 0\nhead:/srv/models /mnt/models nfs4 ro 0 0\n")
+HERE, THERE = Path("/var/cache/gb10/vllm"), Path("/mnt/models/cache")
 
 REFUSED = [
-    (PLENTY, [], "ext4", []),
-    (PLENTY, ["vllm-rank.service"], "ext4", ["vllm-rank.service is running"]),
-    (MEMINFO.format(23 * 2**20), [], "ext4", ["MemAvailable is 23.0 GiB, wanted 24.0"]),
-    (PLENTY, [], "nfs4", ["the cache is on nfs4"]),
-    (MEMINFO.format(2**20), ["a", "b"], "nfs", ["a is running", "b is running", "1.0 GiB", "on nfs,"]),
+    (PLENTY, [], HERE, []),
+    (PLENTY, ["vllm-rank.service"], HERE, ["vllm-rank.service is running"]),
+    (MEMINFO.format(23 * 2**20), [], HERE, ["MemAvailable is 23.0 GiB, wanted 24.0"]),
+    (
+        PLENTY,
+        [],
+        THERE,
+        ["the cache is /mnt/models/cache, on head:/srv/models (nfs4): choose a directory on this host"],
+    ),
+    (MEMINFO.format(2**20), ["a", "b"], THERE, ["a is running", "b is running", "1.0 GiB", "the cache is"]),
 ]
 
 
-@pytest.mark.parametrize(("meminfo", "units", "filesystem", "said"), REFUSED)
-def test_every_reason_is_given(meminfo: str, units: list[str], filesystem: str, said: list[str]) -> None:
-    faults = kernel_prebuild.refusals(meminfo, 24.0, units, filesystem)
+@pytest.mark.parametrize(("meminfo", "units", "cache", "said"), REFUSED)
+def test_every_reason_is_given(meminfo: str, units: list[str], cache: Path, said: list[str]) -> None:
+    faults = kernel_prebuild.refusals(meminfo, 24.0, units, cache, MOUNTS)
     assert len(faults) == len(said)
     assert all(part in fault for part, fault in zip(said, faults, strict=True))
 
@@ -41,14 +44,6 @@ def test_every_reason_is_given(meminfo: str, units: list[str], filesystem: str, 
 def test_a_meminfo_without_the_line_is_an_error() -> None:
     with pytest.raises(kernel_prebuild.KernelPrebuildError, match="no MemAvailable"):
         kernel_prebuild.mem_available_gib("MemTotal: 1 kB\n")
-
-
-@pytest.mark.parametrize(
-    ("path", "wanted"),
-    [("/var/cache/x", "ext4"), ("/mnt/models/x", "nfs4"), ("/mnt/models/local disk/x", "xfs"), ("/run", "tmpfs")],
-)
-def test_the_file_system_under_a_path(path: str, wanted: str) -> None:
-    assert kernel_prebuild.filesystem_of(Path(path), MOUNTS) == wanted
 
 
 # ------------------------------------------------------------------------------------------------- building
@@ -226,7 +221,6 @@ START: list[tuple[dict[str, str], list[str]]] = [
     ({"MAX_JOBS": "20"}, ["MAX_JOBS is 20, wanted 1 to 2"]),
     ({"MAX_JOBS": "", "FLASHINFER_NVCC_THREADS": ""}, ["MAX_JOBS is unset", "FLASHINFER_NVCC_THREADS is unset"]),
     ({"FLASHINFER_DISABLE_JIT": ""}, ["FLASHINFER_DISABLE_JIT is set to nothing"]),
-    ({"VLLM_CACHE_ROOT": "/mnt/models/cache"}, ["VLLM_CACHE_ROOT is /mnt/models/cache on nfs4"]),
 ]
 
 
@@ -235,14 +229,14 @@ def test_a_rank_that_could_compile_is_not_started(
     wish: kernel_prebuild.Wish, changes: dict[str, str], said: list[str]
 ) -> None:
     build(wish)
-    found = kernel_prebuild.start_faults(wish.release, READY | changes, MOUNTS, gpu=True)
+    found = kernel_prebuild.start_faults(wish.release, READY | changes, gpu=True)
     assert len(found) == len(said)
     assert all(part in fault for part, fault in zip(said, found, strict=True))
-    assert kernel_prebuild.start_faults(wish.release, READY | changes, MOUNTS, gpu=False) == []
+    assert kernel_prebuild.start_faults(wish.release, READY | changes, gpu=False) == []
 
 
 def test_a_release_without_kernels_is_not_started_on_a_gpu(wish: kernel_prebuild.Wish) -> None:
-    (fault,) = kernel_prebuild.start_faults(wish.release, READY, MOUNTS, gpu=True)
+    (fault,) = kernel_prebuild.start_faults(wish.release, READY, gpu=True)
     assert "no kernels were built for this release: run playbooks/prebuild.yml" in fault
 
 

@@ -63,6 +63,8 @@ systemd-1 /srv/models autofs rw,relatime,fd=44,direct 0 0
 10.10.0.11:/home /home nfs rw 0 0
 /dev/nvme1n1 /home/cache ext4 rw 0 0
 host /opt/gb10/environments hostfs ro 0 0
+me@10.10.0.11:/data /mnt/data fuse.sshfs rw 0 0
+/dev/sdb1 /mnt/stick fuseblk rw 0 0
 """
 
 
@@ -76,6 +78,8 @@ host /opt/gb10/environments hostfs ro 0 0
         ("/home/user/.cache", "10.10.0.11:/home"),
         ("/home/cache/triton", None),
         ("/opt/gb10/environments/x", None),
+        ("/mnt/data/cache", "me@10.10.0.11:/data"),
+        ("/mnt/stick", None),
     ],
 )
 def test_what_is_not_a_disk_of_the_host_is_told_apart(path, source):

@@ -9,7 +9,7 @@ import resource
 from types import SimpleNamespace
 
 import pytest
-from ansible.module_utils.gb10 import access, gpu_smi, launcher, memory, prestart, processes, rank, release, roce
+from ansible.module_utils.gb10 import access, gpu_smi, launcher, memory, nfs, prestart, processes, rank, release, roce
 
 AWKWARD = "π \"quoted\" 'single' %c $HOME \\ back  two"
 FABRIC = {"VLLM_HOST_IP": "192.0.2.11", "GLOO_SOCKET_IFNAME": "enp1s0f0np0"}
@@ -112,6 +112,18 @@ def test_host_without_configuration_says_what_to_run(host, capsys):
 def test_rank_with_8_mib_of_locked_memory_is_refused(host, monkeypatch, capsys):
     monkeypatch.setitem(LIMITS, resource.RLIMIT_MEMLOCK, (8388608, 8388608))
     assert "memlock is 8388608 bytes in the rank unit, wanted infinity" in refused(capsys)
+
+
+def test_each_cache_on_the_network_is_told_once(host, monkeypatch, capsys):
+    folder, wanted = host
+    wanted["environment"]["TRITON_CACHE_DIR"] = str(folder / "caches" / "mine")
+    rank.CONFIGURATION.write_text(json.dumps(wanted))
+    monkeypatch.setattr(nfs, "MOUNTS", folder / "mounts")
+    nfs.MOUNTS.write_text(f"/dev/root / ext4 rw 0 0\nhead:/caches {folder}/caches nfs4 rw 0 0\n")
+    output = refused(capsys)
+    assert output.count("(nfs4): choose a directory on this host's disk") == 2
+    assert f"the caches' directory is {folder}/caches, on head:/caches" in output
+    assert f"TRITON_CACHE_DIR is {folder}/caches/mine, on head:/caches" in output
 
 
 def test_rank_with_few_open_files_is_refused(host, monkeypatch, capsys):
