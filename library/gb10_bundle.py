@@ -11,6 +11,8 @@ description:
   - Compares the host with the wish and changes only what differs, in the order packages, users, directories, files, units.
   - A unit is restarted when a file named in O(units[].restart_on) is younger than the unit's last start, so a run that was
     killed half-way is completed by the next one.
+  - Refuses, before it writes anything, a unit file with settings that systemd would ignore or start limits that it would
+    never reach.
 options:
   packages:
     description: Debian packages that have to be installed.

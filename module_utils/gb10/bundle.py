@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import write_atomic
-from .systemd import Unit, show, systemctl
+from .systemd import Unit, show, systemctl, unit_file_faults
 
 UNIT_DIRECTORY = "/etc/systemd/system/"
 
@@ -214,8 +214,21 @@ def plan_units(wishes: list[dict[str, Any]], units: dict[str, Unit], files_chang
     return steps
 
 
+def refuse_units(files: list[dict[str, Any]]) -> None:
+    """Raise BundleError with every fault of the unit files among FILES that systemd would pass over in silence."""
+    faults = [
+        f"{entry['path']}: {fault}"
+        for entry in files
+        if entry["path"].startswith(UNIT_DIRECTORY) and not entry.get("absent")
+        for fault in unit_file_faults(Path(entry["path"]), entry["content"])
+    ]
+    if faults:
+        raise BundleError("\n".join([*faults, "nothing was written: mend the role's template or its variables"]))
+
+
 def run(wish: dict[str, Any], *, check: bool) -> tuple[Plan, list[UnitStep]]:
     """Bring the host to WISH, or with CHECK only say what would change. Raises BundleError or SystemdError."""
+    refuse_units(wish.get("files") or [])
     todo = plan(wish)
     if not check:
         apply(todo)

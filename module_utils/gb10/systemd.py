@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 from dataclasses import dataclass
+from pathlib import PurePath
 
 
 class SystemdError(Exception):
@@ -90,13 +91,16 @@ def show(*names: str) -> dict[str, Unit]:
 
 # --------------------------------------------------------------------------------------------- unit files
 
-_START_LIMITS = ("StartLimitIntervalSec", "StartLimitBurst", "StartLimitAction")
+_START_LIMITS = ("StartLimitIntervalSec", "StartLimitInterval", "StartLimitBurst", "StartLimitAction")
+KINDS = ("Service", "Timer", "Mount", "Automount", "Socket", "Path", "Swap", "Slice")
+# Units whose start takes long: the slowest load of a checkpoint that is known took 18 minutes.
+SLOWEST_START_S = {"vllm-rank.service": 1080.0}
 
 
 def settings(text: str) -> list[tuple[str, str, str]]:
     """Section, key and value of every setting of a unit file, in order."""
     found, section = [], ""
-    for line in text.splitlines():
+    for line in map(str.strip, text.splitlines()):
         if line.startswith("["):
             section = line.strip("[] ")
         elif "=" in line and not line.startswith(("#", ";")):
@@ -105,24 +109,45 @@ def settings(text: str) -> list[tuple[str, str, str]]:
     return found
 
 
-def unit_file_faults(text: str, slowest_start_s: float) -> list[str]:
-    """What systemd accepts in a unit file and does not do: start limits that are ignored or never reached, and a start
-    time-out below SLOWEST_START_S, the slowest start known of a unit that reports its readiness itself."""
+def unit_file_faults(path: PurePath, text: str) -> list[str]:
+    """What systemd accepts in the unit file or drop-in PATH and does not do, one sentence each with the next step.
+
+    Settings in a section where they are ignored; in a whole unit also start limits that are never reached, and a start
+    time-out below `SLOWEST_START_S` where the unit reports by itself that it is ready. Nothing for other files.
+    """
+    drop_in = path.suffix == ".conf" and path.parent.suffix == ".d"
+    name = path.parent.stem if drop_in else path.name
+    kind = PurePath(name).suffix.removeprefix(".").capitalize()
+    if kind not in KINDS:
+        return []
     entries = settings(text)
-    values = {key: value for _, key, value in entries}
-    faults = [
-        f"{key} stands in [{section}], where systemd ignores it; it belongs in [Unit]"
-        for section, key, _ in entries
-        if key in _START_LIMITS and section != "Unit"
-    ]
+    faults = []
+    for section, key, value in entries:
+        if section not in ("Unit", "Install", kind) and not section.startswith("X-"):
+            where = f"in [{section}]" if section else "above every section"
+            faults.append(f"{key}={value} stands {where}, where systemd ignores it; move it to [Unit] or [{kind}]")
+        elif key in _START_LIMITS and section != "Unit":
+            faults.append(
+                f"{key}={value} stands in [{section}], wanted in [Unit], its place since systemd 230; move it"
+            )
+    if drop_in:
+        return faults  # sums need the whole unit
+    try:
+        return faults + _sum_faults({key: value for _, key, value in entries}, SLOWEST_START_S.get(name, 0))
+    except (SystemdError, ValueError) as error:
+        return [*faults, f"{error}; wanted as in systemd.time(7), such as 90s, and a whole number of starts"]
+
+
+def _sum_faults(values: dict[str, str], slowest_start_s: float) -> list[str]:
+    faults = []
     if values.get("Restart", "no") != "no":
         pause = seconds(values.get("RestartSec", "100ms"))
         burst = int(values.get("StartLimitBurst", "5"))
-        interval = seconds(values.get("StartLimitIntervalSec", "10s"))
+        interval = seconds(values.get("StartLimitIntervalSec", values.get("StartLimitInterval", "10s")))
         if interval and pause * (burst - 1) >= interval:
             faults.append(
-                f"{burst} starts {pause:g} s apart never fall within StartLimitIntervalSec {interval:g} s: "
-                f"it restarts for ever; wanted more than {pause * (burst - 1):g} s"
+                f"{burst} starts {pause:g} s apart (RestartSec, StartLimitBurst) never fall within StartLimitIntervalSec "
+                f"{interval:g} s: it restarts for ever; wanted more than {pause * (burst - 1):g} s"
             )
     reports = values.get("Type", "simple") in ("notify", "notify-reload") or "ExecStartPost" in values
     allowed = seconds(values.get("TimeoutStartSec", values.get("TimeoutSec", "90s")))

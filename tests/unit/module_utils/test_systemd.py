@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from ansible.module_utils.gb10 import systemd
 
-LOAD = 1080.0  # the slowest load that was seen, 18 minutes
+RANK = Path("/etc/systemd/system/vllm-rank.service")  # known to take 1080 s to load
 
 
 def unit(service="", section="", kind="exec"):
@@ -28,13 +29,37 @@ def unit(service="", section="", kind="exec"):
         (unit("TimeoutStartSec=20min", kind="notify"), []),
         (unit("TimeoutStartSec=infinity", kind="notify"), []),
         (unit("TimeoutStartSec=0", kind="notify"), []),
+        (unit("Restart=always\nRestartSec=soon"), ["'soon' is no time span; wanted as in systemd.time(7)"]),
+        (unit("Restart=always", "StartLimitBurst=many"), ["'many'"]),
+        (
+            unit("[Sevice]\nUser=nobody"),
+            ["User=nobody stands in [Sevice], where systemd ignores it; move it to [Unit]"],
+        ),
+        (unit("[X-Ours]\nUser=nobody\n[Install]\nWantedBy=multi-user.target"), []),
+        ("Description=x\n" + unit(), ["Description=x stands above every section"]),
     ],
 )
 def test_limits_and_time_outs(text, wanted):
-    faults = systemd.unit_file_faults(text, LOAD)
+    faults = systemd.unit_file_faults(RANK, text)
     assert len(faults) == len(wanted)
     for fault, part in zip(faults, wanted, strict=True):
         assert part in fault
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("a.service", unit("", kind="notify"), 0),  # nothing is known of its load
+        ("a.timer", "[Timer]\nOnBootSec=1\n[Service]\nUser=x\n", 1),
+        ("a.mount", "[Unit]\nStartLimitIntervalSec=0\n[Mount]\nWhat=x\n", 0),
+        ("vllm-rank.service.d/x.conf", "[Service]\nRestart=always\nRestartSec=30\n", 0),  # the unit may set the rest
+        ("vllm-rank.service.d/x.conf", "[Service]\nStartLimitIntervalSec=0\n[Mount]\nWhat=x\n", 2),
+        ("vllm-rank.service.d/README", "a=b\n", 0),
+        ("default.target", "a=b\n", 0),
+    ],
+)
+def test_each_file_is_judged_by_its_name(name, text, wanted):
+    assert len(systemd.unit_file_faults(Path("/etc/systemd/system", name), text)) == wanted
 
 
 @pytest.mark.parametrize(
