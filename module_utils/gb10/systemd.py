@@ -146,8 +146,8 @@ def _sum_faults(values: dict[str, str], slowest_start_s: float) -> list[str]:
         interval = seconds(values.get("StartLimitIntervalSec", values.get("StartLimitInterval", "10s")))
         if interval and pause * (burst - 1) >= interval:
             faults.append(
-                f"{burst} starts {pause:g} s apart (RestartSec, StartLimitBurst) never fall within StartLimitIntervalSec "
-                f"{interval:g} s: it restarts for ever; wanted more than {pause * (burst - 1):g} s"
+                f"{burst} starts {pause:g} s apart (RestartSec, StartLimitBurst) never fall within "
+                f"StartLimitIntervalSec {interval:g} s: it restarts for ever; wanted above {pause * (burst - 1):g} s"
             )
     reports = values.get("Type", "simple") in ("notify", "notify-reload") or "ExecStartPost" in values
     allowed = seconds(values.get("TimeoutStartSec", values.get("TimeoutSec", "90s")))

@@ -60,7 +60,7 @@ def test_every_fault_is_told_and_nothing_is_written(host, tmp_path, check):
         f"{tmp_path}/a.service: StartLimitIntervalSec=0 stands in [Service], wanted in [Unit],"
         " its place since systemd 230; move it",
         f"{tmp_path}/b.service: 5 starts 30 s apart (RestartSec, StartLimitBurst) never fall within"
-        " StartLimitIntervalSec 60 s: it restarts for ever; wanted more than 120 s",
+        " StartLimitIntervalSec 60 s: it restarts for ever; wanted above 120 s",
         f"{tmp_path}/vllm-rank.service: start time-out 90 s < load time 1080 s; raise TimeoutStartSec",
         f"{tmp_path}/c.service.d/limits.conf: StartLimitIntervalSec=0 stands in [Service], wanted in [Unit],"
         " its place since systemd 230; move it",
