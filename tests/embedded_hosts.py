@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -16,11 +18,18 @@ def run(*arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def on(hosts: list[str], script: str, data: bytes = b"") -> None:
+def ssh(host: str, script: str, data: bytes = b"", options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     """Straight through ssh: an ad-hoc ansible run would cost more than the run under test."""
-    for host in hosts:
-        result = run("ssh", "-F", ".embedded/ssh_config", host, script, data=data)
-        assert result.returncode == 0, result.stdout + result.stderr
+    return run("timeout", "600", "ssh", "-F", ".embedded/ssh_config", *options, host, script, data=data)
+
+
+def on(hosts: list[str], script: str, data: bytes = b"", options: Sequence[str] = ()) -> list[str]:
+    """Output of a script that succeeds on each of these hosts, which run it at the same time."""
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(lambda host: ssh(host, script, data, options), hosts))
+    for host, result in zip(hosts, results, strict=True):
+        assert result.returncode == 0, f"{host}: {result.stdout}{result.stderr}"
+    return [result.stdout for result in results]
 
 
 def one_line(text: str) -> str:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[3]
+from tests.embedded_hosts import on
+
 HOST, FABRIC = "198.18.0.14", "198.18.1.14"
 CLIENT, STRANGER = "198.18.0.77", "198.18.0.1"
 BRIDGE = "gb10m0"
@@ -25,10 +26,7 @@ UNITS = ["gb10-memory-guard", "gb10-api-front"]
 
 
 def ssh(script: str, host: str = "spark-d", *options: str) -> str:
-    command = ["ssh", "-F", ".embedded/ssh_config", *options, host, script]
-    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False, timeout=60)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    return on([host], script, options=options)[0]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -19,11 +18,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-PROJECT = Path(__file__).resolve().parents[3]
-sys.path.append(str(PROJECT))
-from embedded.checkpoints import engram as synthetic  # noqa: E402 the path above
+from embedded.checkpoints import engram as synthetic
+from tests.embedded_hosts import HOSTS, PROJECT, on, run, ssh
 
-HOSTS = ["spark-a", "spark-b", "spark-c", "spark-d"]
 WORKERS = HOSTS[1:]
 PROFILE = yaml.safe_load((PROJECT / "profiles/tiny-engram-tp4.yml").read_text())
 REVISION, VOCABULARY = PROFILE["checkpoint"]["revision"], PROFILE["engram"]["engram_vocab_size"]
@@ -32,23 +29,8 @@ VARS = [MOLECULE["ansible"]["executor"]["args"]["ansible_playbook"][1]]
 STORE, ROWS, LIBRARY = "/srv/models/tiny-engram", "/var/lib/gb10/engram", "/run/gb10-engram-test"
 
 
-def ssh(host: str, script: str, **options) -> subprocess.CompletedProcess[str]:
-    command = ["ssh", "-F", PROJECT / ".embedded/ssh_config", host, script]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
-
-
-def on(hosts: list[str], script: str) -> list[str]:
-    """Output of a script that succeeds on all of these hosts."""
-    with ThreadPoolExecutor() as pool:
-        results = list(pool.map(lambda host: ssh(host, script), hosts))
-    for host, result in zip(hosts, results, strict=True):
-        assert result.returncode == 0, f"{host}: {result.stdout}{result.stderr}"
-    return [result.stdout for result in results]
-
-
 def play(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ["ansible-playbook", "-v", f"playbooks/{name}.yml", *VARS, *arguments]
-    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    return run("ansible-playbook", "-v", f"playbooks/{name}.yml", *VARS, *arguments)
 
 
 def done(result: subprocess.CompletedProcess[str]) -> dict[str, dict]:
@@ -69,12 +51,8 @@ def rows(verb: str, rank: int, *, directory: str = ROWS, source: str = STORE, **
 @pytest.fixture(scope="session", autouse=True)
 def library():
     """The project's package on every host, whatever release is installed there."""
-    archive = subprocess.run(
-        ["tar", "-C", PROJECT / "module_utils", "-c", "gb10"], capture_output=True, check=True
-    ).stdout
-    command = f"mkdir -p {LIBRARY} && tar -x -C {LIBRARY}"
-    for host in HOSTS:
-        subprocess.run(["ssh", "-F", PROJECT / ".embedded/ssh_config", host, command], input=archive, check=True)
+    archive = subprocess.run(["tar", "-C", PROJECT / "module_utils", "-c", "gb10"], capture_output=True, check=True)
+    on(HOSTS, f"mkdir -p {LIBRARY} && tar -x -C {LIBRARY}", archive.stdout)
 
 
 @pytest.fixture(scope="session")
@@ -154,8 +132,7 @@ def test_a_running_rank_has_to_say_that_it_reads_its_own_rows(ranges):
         )
     wish = {"state": "verified", "directory": ROWS, "revision": REVISION, "tp": 4, "unit": "gb10-rows.service"}
     wish |= {"rank": "{{ rank }}", "config": "{{ gb10_profile.engram }}"}
-    command = ["ansible", "fleet", *VARS, "-m", "gb10_engram_rows", "-a", json.dumps(wish)]
-    said = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False).stdout
+    said = run("ansible", "fleet", *VARS, "-m", "gb10_engram_rows", "-a", json.dumps(wish)).stdout
     on(HOSTS, "systemctl stop gb10-rows; rm /run/rows")
     for host in HOSTS:
         assert f"{host} | {'FAILED' if host == 'spark-b' else 'SUCCESS'}" in said, said
