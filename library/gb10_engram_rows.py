@@ -109,7 +109,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gb10 import engram_rows
 from ansible.module_utils.gb10.engram_layout import EngramLayoutError, parse_config, rank_ranges, rank_rows, read_config
 from ansible.module_utils.gb10.engram_pack import pack_bytes
-from ansible.module_utils.gb10.engram_rows import EngramRowsError, Identity, Options, Outcome
+from ansible.module_utils.gb10.engram_rows import EngramRowsError, Identity, Options, Outcome, Plan
 from ansible.module_utils.gb10.host_command import CommandError, run_bounded
 from ansible.module_utils.gb10.nfs import bounded, read_one_byte
 from ansible.module_utils.gb10.systemd import SystemdError, show
@@ -208,25 +208,34 @@ def apply(params: dict, result: dict, check: bool) -> None:
     except EngramRowsError as error:
         if not check:
             raise
-        result["faults"].append(str(error))  # on a fresh host, check mode has mounted nothing
+        # On a fresh host, check mode has mounted nothing.
+        engram_rows.check_space(directory, result["bytes"], Plan("copy", []), options.margin_bytes)
+        result["faults"].append(f"{error} (check mode mounts nothing)")
         result.update(action="copy", changed=True)
         return
     rows = read_rows(params)
     identity = Identity(*(params[key] for key in ("model", "revision", "tp", "rank")))
     todo = engram_rows.plan(directory, identity, rows, result["faults"])
-    engram_rows.check_space(directory, rows, todo, options.margin_bytes)
+    engram_rows.check_space(directory, result["bytes"], todo, options.margin_bytes)
     result.update(action=todo.action, changed=True)
     if not check:
         result.update(vars(engram_rows.make_present(directory, Path(params["source"]), identity, rows, todo, options)))
 
 
-def after(result: dict) -> str:
-    """The second half of the diff: what there is, or would be."""
-    if not result["changed"]:
-        return "".join(f"{fault}\n" for fault in result["faults"])
-    if result["action"] == "remove":
-        return ""
-    return "".join(f"layer {layer} rows [{a}, {b})\n" for layer, (a, b) in result["ranges"].items())
+def difference(params: dict, result: dict, found: list[Path]) -> dict:
+    """What was wrong with the copy, whose files were FOUND, against what it is now or would be."""
+    directory = params["directory"]
+    before = [*result["faults"]] if found or not result["changed"] else ["no copy", *result["faults"][1:]]
+    after = before
+    if result["changed"] and result["action"] == "remove":
+        before, after = [str(path) for path in found], []
+    elif result["changed"]:
+        ranges = result["ranges"].items()
+        after = [f"{result['bytes'] / 1e9:.1f} GB of {params['source']} ({result['action']})"]
+        after += [f"layer {layer} rows [{start}, {end})" for layer, (start, end) in ranges]
+    states = {"before": before, "after": after}
+    headers = {f"{when}_header": directory for when in states}
+    return {when: "".join(f"{line}\n" for line in lines) for when, lines in states.items()} | headers
 
 
 def main() -> None:
@@ -240,12 +249,12 @@ def main() -> None:
         ],
     )
     result = {"changed": False, "action": "keep", "faults": [], **vars(Outcome())}
+    found = engram_rows.present(Path(module.params["directory"]))
     try:
         apply(module.params, result, module.check_mode)
     except (EngramLayoutError, EngramRowsError, SystemdError, CommandError) as error:
         module.fail_json(msg=str(error), **result)
-    result["diff"] = {"before": "".join(f"{fault}\n" for fault in result["faults"]), "after": after(result)}
-    module.exit_json(**result)
+    module.exit_json(diff=difference(module.params, result, found), **result)
 
 
 if __name__ == "__main__":

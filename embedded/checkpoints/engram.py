@@ -32,31 +32,37 @@ def primes_from(lowest: int, count: int) -> list[int]:
     return found
 
 
-def write_shard(path: Path, tensors: Spec, pad: int, rng: random.Random) -> None:
-    """Write ``tensors`` in their order; the header is padded to end ``pad`` bytes past a multiple of 8."""
+def header_of(tensors: Spec, pad: int = 0) -> tuple[bytes, int]:
+    """What precedes ``tensors`` in their order, ending ``pad`` bytes past a multiple of 8, and their bytes."""
     header, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + math.prod(shape) * BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * ((pad - len(raw)) % 8)
+    return len(raw).to_bytes(8, "little") + raw, end
+
+
+def write_shard(path: Path, tensors: Spec, pad: int, rng: random.Random) -> None:
+    header, size = header_of(tensors, pad)
     with path.open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        for start in range(0, end, 1 << 20):
-            file.write(rng.randbytes(min(1 << 20, end - start)))
+        file.write(header)
+        for start in range(0, size, 1 << 20):
+            file.write(rng.randbytes(min(1 << 20, size - start)))
 
 
-def engram_tensors(layer: int, rows: int, table_first: bool) -> Spec:
+def engram_tensors(layer: int, rows: int, table_first: bool, hidden: int = 64, width: int = 96) -> Spec:
+    """One layer's table, and the tensors beside it of a model of size ``hidden`` and rows joined to ``width``."""
     name = f"layers.{layer}.engram"
     table = {
         f"{name}.embed.weight": ("F8_E4M3", (rows, HEAD_DIM)),
         f"{name}.embed.scale": ("F8_E8M0", (rows, HEAD_DIM // SCALE_GROUP)),
     }
     small = {
-        f"{name}.q_weight": ("BF16", (4, 64)),
-        f"{name}.k_weight": ("BF16", (4, 64)),
-        f"{name}.wkv.weight": ("F8_E4M3", (320, 96)),
-        f"{name}.wkv.scale": ("F8_E8M0", (10, 3)),
+        f"{name}.q_weight": ("BF16", (4, hidden)),
+        f"{name}.k_weight": ("BF16", (4, hidden)),
+        f"{name}.wkv.weight": ("F8_E4M3", (5 * hidden, width)),
+        f"{name}.wkv.scale": ("F8_E8M0", (5 * hidden // SCALE_GROUP, width // SCALE_GROUP)),
     }
     return {**table, **small} if table_first else {**small, **table}
 

@@ -283,12 +283,15 @@ def remove(directory: Path) -> bool:
     return bool(found)
 
 
-def missing_bytes(directory: Path, rows: Sequence[RankRows], todo: Plan, margin_bytes: int) -> tuple[int, int, int]:
-    """(needed, free, short) bytes on the file system of ``directory`` for ``todo``; short is 0 when it fits."""
+def missing_bytes(directory: Path, copy_bytes: int, todo: Plan, margin_bytes: int) -> tuple[int, int, int]:
+    """(needed, free, short) bytes on the file system of ``directory`` for ``todo``; short is 0 when it fits.
+
+    ``copy_bytes`` are those of the whole copy.
+    """
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     stat = os.statvfs(existing)
     free = stat.f_bavail * stat.f_frsize
-    needed = sum(pack_bytes(r.rows) for r in rows)
+    needed = copy_bytes
     old = list(directory.glob("layer-*.rows*"))
     if todo.action == "replace":
         free += sum(_allocated(path) for path in old)
@@ -298,9 +301,9 @@ def missing_bytes(directory: Path, rows: Sequence[RankRows], todo: Plan, margin_
     return needed, free, max(0, needed + margin_bytes - free) if needed else 0
 
 
-def check_space(directory: Path, rows: Sequence[RankRows], todo: Plan, margin_bytes: int) -> None:
+def check_space(directory: Path, copy_bytes: int, todo: Plan, margin_bytes: int) -> None:
     """Raise EngramRowsError when the copy would not fit."""
-    needed, free, short = missing_bytes(directory, rows, todo, margin_bytes)
+    needed, free, short = missing_bytes(directory, copy_bytes, todo, margin_bytes)
     if short:
         raise EngramRowsError(
             f"{directory}: the rows need {_size(needed)} and {_size(margin_bytes)} margin, its file system has"
@@ -317,7 +320,7 @@ def check_local(directory: Path) -> None:
 
 def _copy(directory: Path, source: Path, identity: Identity, rows: Sequence[RankRows], options: Options) -> Outcome:
     journals = [_Journal.take_up(directory, identity, r, source) for r in rows]
-    check_space(directory, rows, Plan("copy", []), options.margin_bytes)
+    check_space(directory, sum(journal.size for journal in journals), Plan("copy", []), options.margin_bytes)
     for journal in journals:
         journal.reserve()
     pace = _Pace(options, sum(journal.size for journal in journals))

@@ -44,11 +44,14 @@ def files(tmp_path):
     return sorted(path.name for path in tmp_path.glob("engram/*"))
 
 
-def test_present_copies_once(run, tmp_path):
+def test_present_copies_once(run, source, tmp_path):
     first = run()
     assert (first["changed"], first["action"], first["copied_bytes"]) == (True, "copy", first["bytes"])
-    assert first["diff"]["before"].endswith("run playbooks/engram.yml\n")
-    assert first["diff"]["after"].startswith("layer 1 rows [")
+    assert first["diff"]["before"] == "no copy\n"
+    assert first["diff"]["before_header"] == str(tmp_path / "engram")
+    (start, end), _ = first["ranges"].values()
+    assert first["diff"]["after"].splitlines()[0] == f"{first['bytes'] / 1e9:.1f} GB of {source} (copy)"
+    assert first["diff"]["after"].splitlines()[1] == f"layer 1 rows [{start}, {end})"
     second = run(level="whole")
     assert (second["changed"], second["action"], second["copied_bytes"]) == (False, "keep", 0)
     assert second["diff"]["before"] == second["diff"]["after"] == ""
@@ -103,7 +106,14 @@ def test_with_a_config_an_intact_copy_needs_no_source(run, source, tmp_path):
     gone = run(config=config, source=str(tmp_path / "gone"), rank=0)
     assert gone["failed"]
     assert "gone: No such file or directory" in gone["msg"]
-    assert run(config=config, source=str(tmp_path / "gone"), rank=0, _ansible_check_mode=True)["action"] == "copy"
+    unmounted = {"config": config, "source": str(tmp_path / "gone"), "rank": 0, "_ansible_check_mode": True}
+    said = run(**unmounted)
+    assert said["action"] == "copy"
+    assert said["diff"]["before"].endswith("then run again (check mode mounts nothing)\n")
+    assert (
+        "free them or choose another directory"
+        in run(**unmounted, directory=str(tmp_path / "new"), margin_gb=10**6)["msg"]
+    )
 
 
 def test_a_config_of_another_model_is_refused(run, tmp_path):
