@@ -1,4 +1,4 @@
-"""Start all ranks of a launch in order and follow them until the head generates a token, or one of them dies."""
+"""Start all ranks of a launch in order and follow them until the head generates a token; stop all when one dies."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ from ansible.module_utils.gb10 import launches  # noqa: E402 the path above
 
 SILENCE_S = 8  # the longest time without a line on the operator's screen
 PATIENCE_S = 60  # a host that loads a model answers late; one without power never does
+STOP_S = 90  # how long the unit's own time-out and all around it may take on the slowest host
 
 display = Display()
 
 
 class LookError(Exception):
-    """Why a rank could not be started or looked at."""
+    """Why a rank could not be started or looked at; `away` when its host did not answer."""
+
+    def __init__(self, text: str, *, away: bool = False) -> None:
+        super().__init__(text)
+        self.away = away
 
 
 class Board:
@@ -57,6 +62,8 @@ def phases_text(fleet: list[str], notes: dict[str, dict[str, Any]]) -> str:
 
 def estimate_text(notes: dict[str, dict[str, Any]], now: float) -> str:
     """Percentage and time left of the rank that is furthest behind, empty where no host has seen such a launch."""
+    if first_lost(notes):
+        return ""
     found = [
         launches.estimate(note["typical"], note["phase_name"], note["percent"], note["spent"] + now - note["at"])
         for note in notes.values()
@@ -95,16 +102,64 @@ class Ticker(threading.Thread):
                 shown, last = phases, time.monotonic()
 
 
-def verdict(host: str, head: str, notes: dict[str, dict[str, Any]]) -> str | None:
-    """None: go on waiting. Empty text: the model serves. Other text: why the launch is lost."""
-    own = notes.get(host, {})
-    if own.get("fault"):
-        return str(own["fault"])
-    lost = sorted((note["at"], other, note["fault"]) for other, note in notes.items() if note.get("fault"))
-    if lost:
-        _, other, fault = lost[0]  # what failed later most likely failed because of it
-        return f"given up because of {other}: {fault.splitlines()[0]}"
-    return "" if notes.get(head, {}).get("text") else None
+def lost(fault: str, **more: Any) -> dict[str, Any]:
+    """What a note gains that ends the launch on all hosts; `away` in MORE: the host cannot be reached any more."""
+    return {"fault": fault, "lost_at": time.time()} | more
+
+
+def first_lost(notes: dict[str, dict[str, Any]]) -> str:
+    """The host whose fault came first, empty while there is none; most likely the others failed because of it."""
+    faults = [(note["lost_at"], host) for host, note in notes.items() if note.get("fault")]
+    return min(faults)[1] if faults else ""
+
+
+def verdict(head: str, notes: dict[str, dict[str, Any]]) -> bool | None:
+    """None: go on waiting. True: the model serves. False: the launch is lost."""
+    if first_lost(notes):
+        return False
+    return True if notes.get(head, {}).get("text") else None
+
+
+def reason(host: str, notes: dict[str, dict[str, Any]]) -> str:
+    """Why the rank of HOST is stopped, for its evidence."""
+    culprit = first_lost(notes)
+    note = notes[host] if notes.get(host, {}).get("fault") else notes[culprit]
+    lines = [note["fault"], *([f"likely cause: {note['cause']}"] if note.get("cause") else []), *note.get("last", [])]
+    return "\n".join([*([f"given up because of {culprit}"] if host != culprit else []), *lines])
+
+
+def not_stopped(note: dict[str, Any]) -> str:
+    """Why the rank of a lost launch may still run, empty when it is proven gone."""
+    if note.get("away"):
+        return "it cannot be reached; should it run, its rank does, too"
+    return str(note.get("stay", "no word that its rank stopped"))
+
+
+def row(label: str, *lines: str) -> list[str]:
+    return [f"{'' if number else label:<13} {line}".rstrip() for number, line in enumerate(lines)]
+
+
+def report(fleet: list[str], notes: dict[str, dict[str, Any]], seconds: float) -> str:
+    """A lost launch in full: all that an operator needs of all hosts. SECONDS after its start it was lost."""
+    culprit = first_lost(notes)
+    note = notes[culprit]
+    stay = {host: why for host in fleet if (why := not_stopped(notes.get(host, {})))}
+    saved = {host: notes[host]["evidence"] for host in fleet if notes.get(host, {}).get("evidence")}
+    step = "mend the cause, then run playbooks/serve.yml: it starts the whole group"
+    lines = [
+        *row("host", culprit),
+        *row("when", f"{seconds:.0f} s after the start, {note.get('reached', 'starting')}"),
+        *row("what", *note["fault"].splitlines()),
+        *row("likely cause", *([note["cause"]] if note.get("cause") else [])),
+        *row("last lines", *note.get("last", [])),
+    ]
+    for host in fleet:
+        if host != culprit and (fault := notes.get(host, {}).get("fault")):
+            lines += row("then", f"{host}: {fault.splitlines()[0]}")
+    lines += row("stopped", *([f"not {host}: {why}" for host, why in stay.items()] or ["all ranks"]))
+    lines += row("evidence", *(f"{host} {folder}" for host, folder in saved.items()))
+    lines += row("next", *([f"playbooks/stop.yml as soon as {', '.join(stay)} can be stopped"] if stay else []), step)
+    return "\n".join(lines)
 
 
 def turn(host: str, order: list[str], notes: dict[str, dict[str, Any]]) -> bool | None:
@@ -114,8 +169,13 @@ def turn(host: str, order: list[str], notes: dict[str, dict[str, Any]]) -> bool 
     return all(notes.get(other, {}).get("started") for other in order[: order.index(host)])
 
 
-def note_of(state: dict[str, Any], completion: dict[str, Any], launch_id: str, since: float = 0.0) -> dict[str, Any]:
-    """What one look at a rank tells the others; SINCE is its age when its phase was first seen."""
+def note_of(
+    state: dict[str, Any], completion: dict[str, Any], launch_id: str, since: float = 0.0, reached: str = "starting"
+) -> dict[str, Any]:
+    """What one look at a rank tells the others.
+
+    SINCE is its age when its phase was first seen, REACHED the phase of the look before.
+    """
     note: dict[str, Any] = {
         "started": True,
         "phase": state["phase"],
@@ -126,15 +186,16 @@ def note_of(state: dict[str, Any], completion: dict[str, Any], launch_id: str, s
         "text": completion["text"],
     }
     if not state["active"]:
-        note["fault"] = (
-            f"rank {state.get('rank', '?')} ended ({state['unit']}, {state['unit_result']}, "
-            f"exit status {state['exit_status']}); likely cause: {state['cause'] or 'none that is known'}\n"
-            "its last lines:\n" + "\n".join(state["last_lines"])
+        note |= lost(
+            f"rank {state.get('rank', '?')} ended ({state['unit_result']}, exit status {state['exit_status']})",
+            reached=reached,
+            cause=state["cause"] or "none that is known",
+            last=state["last_lines"],
         )
     elif state["launch_id"] and state["launch_id"] != launch_id:
-        note["fault"] = f"the rank runs in launch {state['launch_id']}, wanted {launch_id}; was it started by hand?"
+        note |= lost(f"the rank runs in launch {state['launch_id']}, wanted {launch_id}; was it started by hand?")
     elif completion["fault"]:
-        note["fault"] = f"the first completion failed: {completion['fault']}"
+        note |= lost(f"the first completion failed: {completion['fault']}", reached=state["phase"])
     return note
 
 
@@ -167,27 +228,67 @@ class ActionModule(ActionBase):
         A look blocks on the host for as long as nothing happens there, so it has a thread of its own: news from
         another host end this action at once, and the look that is under way is left to end by itself.
         """
-        started = time.monotonic()
-        self._due = started + float(arguments["timeout"])
+        started, clock = time.time(), time.monotonic()
+        timeout = float(arguments["timeout"])
+        self._due = clock + timeout
         self._state: dict[str, Any] = {}
         self._since = 0.0
+        self._over = threading.Event()
         threading.Thread(target=self._work, args=(arguments, host, board, task_vars), daemon=True).start()
-        while True:
-            notes = board.read()
-            outcome = verdict(host, arguments["head"], notes)
+        while (outcome := verdict(arguments["head"], notes := board.read())) is None:
             now = time.monotonic()
-            if outcome is None and now - started > float(arguments["timeout"]):
-                outcome = f"no token {now - started:.0f} s after the start, wanted one in {arguments['timeout']} s"
-                board.post(host, notes.get(host, {}) | {"fault": outcome})
-            elif outcome is None and now > self._due:
-                outcome = "gives no answer any more: look at its power and at the management network"
-                board.post(host, notes.get(host, {}) | {"fault": outcome})
-            if outcome:
-                return {"failed": True, "changed": True, "msg": outcome}
-            if outcome == "":
-                text = notes[arguments["head"]]["text"]
-                return {"changed": True, "seconds": round(now - started), "text": text}
-            time.sleep(0.5)
+            # One host tells it for all: each would name itself.
+            if now - clock > timeout + (0 if host == arguments["head"] else PATIENCE_S):
+                fault = f"no token {now - clock:.0f} s after the start, wanted one in {timeout:.0f} s"
+                board.post(host, notes.get(host, {}) | lost(fault, reached=phases_text(arguments["fleet"], notes)))
+            elif now > self._due:
+                fault = "gives no answer any more: look at its power and at the management network"
+                board.post(host, notes.get(host, {}) | lost(fault, reached=self._reached(), away=True))
+            else:
+                time.sleep(0.5)
+        self._over.set()
+        if outcome:
+            text = notes[arguments["head"]]["text"]
+            return {"changed": True, "seconds": round(time.monotonic() - clock), "text": text}
+        return self._give_up(arguments, host, board, started, task_vars)
+
+    def _give_up(
+        self, arguments: dict[str, Any], host: str, board: Board, started: float, task_vars: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Save the evidence and stop this host's rank; the host at fault then tells of all, once."""
+        notes = board.read()
+        note = notes.get(host, {}) | {"phase": "stopping"}
+        board.post(host, note)
+        note |= self._stop(arguments["user"], reason(host, notes), task_vars) if not note.get("away") else {}
+        board.post(host, note | {"phase": "not stopped" if not_stopped(note) else "stopped"})
+        result = {"changed": True, "evidence": note.get("evidence", "")}
+        notes = board.read()
+        culprit = first_lost(notes)
+        if host != culprit:
+            fault = not_stopped(note)
+            return result | ({"failed": True, "msg": f"given up because of {culprit}, and {fault}"} if fault else {})
+        fleet, deadline = list(arguments["fleet"]), time.monotonic() + STOP_S
+        while not all({"away", "stay"} & set(notes.get(other, {})) for other in fleet) and time.monotonic() < deadline:
+            time.sleep(0.2)
+            notes = board.read()
+        return result | {
+            "failed": True,
+            "msg": f"the launch is lost because of {host}: {note['fault'].splitlines()[0]}",
+            "report": report(fleet, notes, note["lost_at"] - started),
+        }
+
+    def _stop(self, user: str, why: str, task_vars: dict[str, Any] | None) -> dict[str, Any]:
+        """What a note gains by the stop: `evidence` and `stay` (empty: the rank is gone), or `away`."""
+        options = {"state": "stopped", "user": user, "evidence": why, "at_once": True}
+        try:
+            result = self._execute_module(module_name="gb10_rank", module_args=options, task_vars=task_vars)
+        except AnsibleConnectionFailure:
+            return {"away": True}
+        stay = str(result.get("msg", "its stop failed")) if result.get("failed") else ""
+        return {"evidence": result.get("evidence", ""), "stay": stay}
+
+    def _reached(self) -> str:
+        return str(self._state.get("phase", "starting"))
 
     def _work(self, arguments: dict[str, Any], host: str, board: Board, task_vars: dict[str, Any] | None) -> None:
         """Start this host's rank in its turn, then look at it again and again."""
@@ -203,13 +304,17 @@ class ActionModule(ActionBase):
             board.post(host, {"phase": "starting", "started": True})
             while True:
                 note = self._look(arguments, host == arguments["head"], launch_id, task_vars)
+                if self._over.is_set():  # what it saw is the stop
+                    return
                 board.post(host, note)
                 if note.get("fault") or note.get("text"):
                     return
         except LookError as error:
-            board.post(host, {"phase": "lost", "fault": str(error)})
+            if not self._over.is_set():
+                board.post(host, {"phase": "lost"} | lost(str(error), reached=self._reached(), away=error.away))
         except Exception as error:  # the action would wait for this thread to its very end
-            board.post(host, {"phase": "lost", "fault": f"its launch cannot be followed: {error!r}"})
+            if not self._over.is_set():
+                board.post(host, {"phase": "lost"} | lost(f"its launch cannot be followed: {error!r}"))
             raise
 
     def _look(
@@ -231,7 +336,7 @@ class ActionModule(ActionBase):
         self._state = result["rank"]
         if self._state["phase_name"] != before.get("phase_name", "starting"):
             self._since = self._state["age"]
-        return note_of(self._state, result["completion"], launch_id, self._since)
+        return note_of(self._state, result["completion"], launch_id, self._since, before.get("phase", "starting"))
 
     def _ask(
         self, module: str, options: dict[str, Any], longest: float, task_vars: dict[str, Any] | None
@@ -241,7 +346,7 @@ class ActionModule(ActionBase):
         try:
             result = self._execute_module(module_name=module, module_args=options, task_vars=task_vars)
         except AnsibleConnectionFailure as error:
-            raise LookError(f"does not answer any more: {error}") from error
+            raise LookError(f"does not answer any more: {error}", away=True) from error
         if result.get("failed"):
             raise LookError(str(result.get("msg")))
         return dict(result)

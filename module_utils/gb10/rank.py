@@ -25,7 +25,7 @@ from typing import Any
 from . import causes, launches, processes, release
 from .compare import argument_faults, environment_faults, masked, masked_words
 from .files import read_json, sha256_document, write_json
-from .systemd import Unit, show, systemctl
+from .systemd import SystemdError, Unit, show, systemctl
 
 UNIT = "vllm-rank.service"
 CONFIGURATION = Path("/etc/gb10/rank.json")
@@ -425,12 +425,18 @@ def _user_id(user: str) -> int:
         return -1
 
 
-def stop(user: str, timeout: float) -> bool:
-    """End the whole rank and prove it; RankError lists all that stays. Returns whether anything had to be ended."""
+def stop(user: str, timeout: float, *, at_once: bool = False) -> bool:
+    """End the whole rank and prove it; RankError lists all that stays. Returns whether anything had to be ended.
+
+    AT_ONCE kills it: one that still loads has nothing to bring to an end, and takes up to half a minute for it.
+    """
     unit = show(UNIT)[UNIT]
     group = unit.control_group
     SERVING.unlink(missing_ok=True)
     was_up = unit.active not in ("inactive", "failed") or bool(processes.members(group))
+    if was_up and at_once:
+        with contextlib.suppress(SystemdError):  # it may have ended in this moment
+            systemctl("kill", "--signal=KILL", UNIT)
     if was_up:
         systemctl("stop", UNIT, timeout=timeout)
     wanted = read_json(CONFIGURATION) or {}
@@ -446,7 +452,7 @@ def stop(user: str, timeout: float) -> bool:
         raise RankError("\n".join(faults))
     if was_up and RUNNING.exists():
         write_json(RUNNING, running() | {"stopped": True})  # an end that was asked for has no cause to look for
-    if unit.active == "failed":
+    if unit.active == "failed" or (was_up and show(UNIT)[UNIT].active == "failed"):
         systemctl("reset-failed", UNIT)
     return _remove_shared_memory(uid) or was_up
 

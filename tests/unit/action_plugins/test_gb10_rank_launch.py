@@ -19,26 +19,25 @@ _SPEC.loader.exec_module(action)
 LOADING = {"phase": "loading 50 %", "text": ""}
 
 
+GONE = {"fault": "it ended", "lost_at": 1.0}
+
+
 @pytest.mark.parametrize(
-    ("host", "notes", "wanted"),
+    ("notes", "wanted"),
     [
-        ("b", {}, None),
-        ("b", {"a": LOADING, "b": LOADING}, None),
-        ("b", {"a": {"phase": "serving", "text": "abc"}, "b": LOADING}, ""),
-        ("a", {"a": {"phase": "serving", "text": "abc"}}, ""),
-        ("b", {"b": {"at": 1, "fault": "the rank ended\nlast line"}}, "the rank ended\nlast line"),
-        ("b", {"b": LOADING, "c": {"at": 1, "fault": "it ended\nlast"}}, "given up because of c: it ended"),
-        (
-            "a",
-            {"a": {"phase": "serving", "text": "abc"}, "c": {"at": 1, "fault": "gone"}},
-            "given up because of c: gone",
-        ),
-        # The one that failed first is named, not the first by name.
-        ("d", {"b": {"at": 9, "fault": "echo"}, "c": {"at": 2, "fault": "killed"}}, "given up because of c: killed"),
+        ({}, None),
+        ({"a": LOADING, "b": LOADING}, None),
+        ({"a": {"phase": "serving", "text": "abc"}, "b": LOADING}, True),
+        ({"b": LOADING, "c": GONE}, False),
+        ({"a": {"phase": "serving", "text": "abc"}, "c": GONE}, False),
     ],
 )
-def test_verdict(host, notes, wanted):
-    assert action.verdict(host, "a", notes) == wanted
+def test_verdict(notes, wanted):
+    assert action.verdict("a", notes) is wanted
+
+
+def test_host_that_failed_first_is_to_blame_not_the_first_by_name():
+    assert action.first_lost({"b": GONE | {"lost_at": 9.0}, "c": GONE | {"lost_at": 2.0}, "d": LOADING}) == "c"
 
 
 ORDER = ["d", "c", "b", "a"]
@@ -81,6 +80,10 @@ def test_estimate_moves_on_between_two_looks():
     assert action.estimate_text({"a": waiting}, 1000.0) == "85 %, about 15 s left"
     assert action.estimate_text({"a": waiting}, 1010.0) == "95 %, about 5 s left"
     assert action.estimate_text({"a": waiting}, 1100.0) == "any moment"
+
+
+def test_lost_launch_has_no_time_left():
+    assert action.estimate_text({"a": HALF, "b": GONE}, 1000.0) == ""
 
 
 def test_time_in_a_phase_counts_from_when_it_was_first_seen():
@@ -149,6 +152,7 @@ class Fleet:
             "start_timeout": 5,
             "timeout": self.timeout,
             "poll": 5,
+            "user": "vllm",
         }
 
         def execute(module_name, module_args, task_vars):
@@ -163,10 +167,24 @@ class Fleet:
         self.results[host] = result | {"after": time.monotonic() - self.began}
 
 
+def started_or_stopped(host, options):
+    if options["state"] == "stopped":
+        return {"changed": True, "evidence": f"/evidence/{host}"}
+    return {"launch": options["launch"]}
+
+
+def nothing_happens(host, module, options, seconds=15.0):
+    """A rank that loads for long."""
+    if module == "gb10_rank":
+        return started_or_stopped(host, options)
+    time.sleep(seconds)
+    return {"rank": rank_state(), "completion": {"text": "", "fault": ""}}
+
+
 def answers(host, module, options):
     """A fleet on which all goes well."""
     if module == "gb10_rank":
-        return {"launch": options["launch"]}
+        return started_or_stopped(host, options)
     if "completion" in options:
         return {"rank": rank_state(phase="serving"), "completion": {"text": "abc", "fault": ""}}
     if host == "a":
@@ -178,82 +196,125 @@ def answers(host, module, options):
 def test_ranks_start_from_the_highest_down_and_the_head_is_asked_last(monkeypatch, tmp_path):
     fleet = Fleet(monkeypatch, tmp_path, answers)
     results = fleet.launch()
-    assert [host for host, module, _ in fleet.calls if module == "gb10_rank"] == ORDER
+    assert [host for host, _, options in fleet.calls if options.get("state") == "started"] == ORDER
     assert {result["text"] for result in results.values()} == {"abc"}
     asked = [(host, options) for host, _, options in fleet.calls if "completion" in options]
     assert asked == [("a", {"completion": COMPLETION})]
 
 
-def test_end_of_one_rank_ends_the_start_on_all_hosts_at_once(monkeypatch, tmp_path):
+def stops(fleet):
+    return {host: options for host, module, options in fleet.calls if options.get("state") == "stopped"}
+
+
+def test_end_of_one_rank_stops_all_hosts_at_once_and_is_told_by_one(monkeypatch, tmp_path):
     def modules(host, module, options):
-        if module == "gb10_rank":
-            return {"launch": options["launch"]}
-        if host == "c":
+        if host == "c" and module == "gb10_rank_info":
             time.sleep(1)
             return {"rank": DEAD, "completion": {"text": "", "fault": ""}}
-        time.sleep(15)  # nothing happens on the others
-        return {"rank": rank_state(), "completion": {"text": "", "fault": ""}}
+        if host == "b" and options.get("state") == "stopped":
+            time.sleep(2)  # the host at fault waits for the slowest
+        return nothing_happens(host, module, options)
+
+    fleet = Fleet(monkeypatch, tmp_path, modules)
+    results = fleet.launch()
+    assert max(result["after"] for result in results.values()) < 6
+    assert {host for host, result in results.items() if result.get("failed")} == {"c"}
+    assert results["c"]["msg"] == "the launch is lost because of c: rank 2 ended (signal, exit status 9)"
+    assert results["c"]["report"].splitlines() == [
+        "host          c",
+        "when          1 s after the start, starting",
+        "what          rank 2 ended (signal, exit status 9)",
+        "likely cause  somebody killed the rank",
+        "last lines    one",
+        "              the last",
+        "stopped       all ranks",
+        *(f"{label:<13} {host} /evidence/{host}" for label, host in zip(["evidence", "", "", ""], "abcd", strict=True)),
+        "next          mend the cause, then run playbooks/serve.yml: it starts the whole group",
+    ]
+    whys = stops(fleet)
+    assert all(options["at_once"] and options["user"] == "vllm" for options in whys.values())
+    assert whys["c"]["evidence"].startswith("rank 2 ended")
+    assert whys["c"]["evidence"].endswith("one\nthe last")
+    assert whys["a"]["evidence"].startswith("given up because of c\nrank 2 ended")
+
+
+def test_rank_that_ends_because_of_another_is_told_after_it(monkeypatch, tmp_path):
+    def modules(host, module, options):
+        if host in "cd" and module == "gb10_rank_info":
+            time.sleep(1 if host == "d" else 1.3)
+            return {"rank": DEAD | {"rank": "abcd".index(host)}, "completion": {"text": "", "fault": ""}}
+        return nothing_happens(host, module, options)
 
     results = Fleet(monkeypatch, tmp_path, modules).launch()
-    assert all(result["failed"] for result in results.values())
-    assert max(result["after"] for result in results.values()) < 5
-    assert results["c"]["msg"] == (
-        "rank 2 ended (failed, signal, exit status 9); likely cause: somebody killed the rank\n"
-        "its last lines:\none\nthe last"
-    )
-    assert results["a"]["msg"].startswith("given up because of c: rank 2 ended")
+    told = [result["report"] for result in results.values() if "report" in result]
+    assert len(told) == 1
+    assert "what          rank 3 ended" in told[0]
+    assert "then          c: rank 2 ended" in told[0]
+
+
+def test_rank_that_cannot_be_stopped_fails_its_host_and_is_in_the_report(monkeypatch, tmp_path):
+    def modules(host, module, options):
+        if host == "c" and module == "gb10_rank_info":
+            return {"rank": DEAD, "completion": {"text": "", "fault": ""}}
+        if host == "b" and options.get("state") == "stopped":
+            return {"failed": True, "msg": "pid 7 stays: it hangs in the kernel", "evidence": "/evidence/b"}
+        return nothing_happens(host, module, options)
+
+    results = Fleet(monkeypatch, tmp_path, modules).launch()
+    assert results["b"]["msg"] == "given up because of c, and pid 7 stays: it hangs in the kernel"
+    lines = results["c"]["report"].splitlines()
+    assert "stopped       not b: pid 7 stays: it hangs in the kernel" in lines
+    assert "next          playbooks/stop.yml as soon as b can be stopped" in lines
+    assert "              b /evidence/b" in lines
 
 
 def test_refused_start_keeps_the_ranks_after_it_from_starting(monkeypatch, tmp_path):
     def modules(host, module, options):
-        if module == "gb10_rank" and host == "c":
-            return {"failed": True, "msg": "refusing to start rank 2: memlock"}
+        if options.get("state") == "started" and host == "c":
+            return {"failed": True, "msg": "refused to start: memlock\nrefused to start: pid 7 is in the way"}
         return answers(host, module, options)
 
     fleet = Fleet(monkeypatch, tmp_path, modules)
     results = fleet.launch()
-    assert [host for host, module, _ in fleet.calls if module == "gb10_rank"] == ["d", "c"]
-    assert results["c"]["msg"] == "refusing to start rank 2: memlock"
-    assert results["a"]["msg"] == "given up because of c: refusing to start rank 2: memlock"
+    assert [host for host, _, options in fleet.calls if options.get("state") == "started"] == ["d", "c"]
+    assert results["c"]["msg"] == "the launch is lost because of c: refused to start: memlock"
+    assert "\nwhat          refused to start: memlock\n              refused to start: pid 7" in results["c"]["report"]
+    assert not results["a"].get("failed")
+    assert set(stops(fleet)) == set("abcd")
 
 
-def test_host_that_is_away_is_named(monkeypatch, tmp_path):
+def test_host_that_is_away_is_named_and_not_asked_to_stop(monkeypatch, tmp_path):
     def modules(host, module, options):
         if host == "d" and module == "gb10_rank_info":
             raise action.AnsibleConnectionFailure("timed out")
-        return answers(host, module, options) if host != "a" or module == "gb10_rank" else rank_wait()
+        return nothing_happens(host, module, options, 10)
 
-    def rank_wait():
-        time.sleep(10)
-        return {"rank": rank_state(), "completion": {"text": "", "fault": ""}}
-
-    results = Fleet(monkeypatch, tmp_path, modules).launch()
-    assert results["a"]["msg"].startswith("given up because of d: does not answer any more: timed out")
+    fleet = Fleet(monkeypatch, tmp_path, modules)
+    results = fleet.launch()
+    assert results["d"]["msg"] == "the launch is lost because of d: does not answer any more: timed out"
+    assert "stopped       not d: it cannot be reached" in results["d"]["report"]
+    assert set(stops(fleet)) == set("abc")
 
 
 def test_host_that_keeps_silent_is_given_up(monkeypatch, tmp_path):
     monkeypatch.setattr(action, "PATIENCE_S", -4)  # a look of 5 s may take 1 s
 
     def modules(host, module, options):
-        if module == "gb10_rank":
-            return {"launch": options["launch"]}
-        time.sleep(8 if host == "b" else 0.5)
-        return {"rank": rank_state(), "completion": {"text": "", "fault": ""}}
+        return nothing_happens(host, module, options, 8 if host == "b" else 0.5)
 
     results = Fleet(monkeypatch, tmp_path, modules).launch()
     assert "gives no answer any more" in results["b"]["msg"]
-    assert results["a"]["msg"].startswith("given up because of b: gives no answer any more")
+    assert "report" in results["b"]
 
 
-def test_start_without_a_token_ends_in_time(monkeypatch, tmp_path):
+def test_start_without_a_token_ends_in_time_and_shows_how_far_each_rank_came(monkeypatch, tmp_path):
     def modules(host, module, options):
-        if module == "gb10_rank":
-            return {"launch": options["launch"]}
-        time.sleep(0.5)
-        return {"rank": rank_state(), "completion": {"text": "", "fault": ""}}
+        return nothing_happens(host, module, options, 0.5)
 
     results = Fleet(monkeypatch, tmp_path, modules, timeout=2).launch()
-    assert all("no token" in result["msg"] or "given up" in result["msg"] for result in results.values())
+    assert [host for host, result in results.items() if result.get("failed")] == ["a"]
+    assert "no token 2 s after the start, wanted one in 2 s" in results["a"]["msg"]
+    assert "a loading | b loading | c loading | d loading" in results["a"]["report"]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +322,7 @@ def test_start_without_a_token_ends_in_time(monkeypatch, tmp_path):
     [
         (rank_state(launch_id="l0"), {"text": "", "fault": ""}, "the rank runs in launch l0, wanted l1"),
         (rank_state(), {"text": "", "fault": "401"}, "the first completion failed: 401"),
-        (rank_state(active=False, unit="inactive"), {"text": "", "fault": ""}, "likely cause: none that is known"),
+        (rank_state(active=False, unit="inactive"), {"text": "", "fault": ""}, "rank 2 ended (success, exit status 0)"),
     ],
 )
 def test_note_of_a_lost_rank(state, completion, fault):

