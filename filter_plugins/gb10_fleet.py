@@ -298,11 +298,15 @@ def gb10_environment_identity(engine: str, python: str, machine: str) -> str:
     return Engine(engine, python, machine, gb10_engine_lock(engine)).identity
 
 
-def gb10_host_library(prefix: str) -> list[dict[str, str]]:
-    """The package that hosts import as `gb10`, as file entries of gb10_bundle below PREFIX."""
+def gb10_host_library(prefix: str) -> list[dict[str, Any]]:
+    """The package that hosts import as `gb10`, as file entries of gb10_bundle below PREFIX.
+
+    Brief, or else the first look at a new fleet would drown every rank's own files in this source.
+    """
     sources = sorted((PROJECT / "module_utils" / "gb10").glob("*.py"))
     return [
-        {"path": f"{prefix}/gb10/{source.name}", "content": source.read_text(encoding="utf-8")} for source in sources
+        {"path": f"{prefix}/gb10/{source.name}", "content": source.read_text(encoding="utf-8"), "brief": True}
+        for source in sources
     ]
 
 

@@ -53,6 +53,7 @@ options:
       validate: {description: "Command with %s for a candidate file; failure keeps the old file.", type: list, elements: str}
       absent: {description: Remove the file., type: bool, default: false}
       secret: {description: Keep the content out of the diff., type: bool, default: false}
+      brief: {description: "Show in the diff that the file differs, not how.", type: bool, default: false}
   units:
     description: systemd units and the state wanted of them.
     type: list
@@ -104,7 +105,9 @@ def argument_spec() -> dict:
         "packages": {"type": "list", "elements": "str", "default": []},
         "users": entries({"name": name, "home": text, "shell": text, "groups": words}),
         "directories": entries({"path": path} | owner),
-        "files": entries({"path": path, "content": text, "validate": words, "absent": flag, "secret": flag} | owner),
+        "files": entries(
+            {"path": path, "content": text, "validate": words, "absent": flag, "secret": flag, "brief": flag} | owner
+        ),
         "units": entries(
             {
                 "name": name,

@@ -7,6 +7,7 @@ start, not because a task was "changed", so a run that was killed half-way is co
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import pwd
@@ -69,18 +70,37 @@ def _group_id(name: str) -> int:
         return -1
 
 
-def _state(path: Path) -> str:
-    """One line that describes owner, group and mode of PATH, 'absent' if there is nothing."""
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """Owner, group and mode of PATH; None if there is nothing."""
     try:
         status = path.lstat()
     except FileNotFoundError:
-        return "absent"
-    return f"{status.st_uid}:{status.st_gid} {status.st_mode & 0o7777:04o}"
+        return None
+    return status.st_uid, status.st_gid, status.st_mode & 0o7777
 
 
-def _wanted_state(entry: dict[str, Any], default_mode: str) -> str:
+def _wanted_state(entry: dict[str, Any], default_mode: str) -> tuple[int, int, int]:
     owner, group = _user_id(entry.get("owner") or "root"), _group_id(entry.get("group") or "root")
-    return f"{owner}:{group} {int(entry.get('mode') or default_mode, 8):04o}"
+    return owner, group, int(entry.get("mode") or default_mode, 8)
+
+
+def _state_text(state: tuple[int, int, int] | None) -> str:
+    """A state as ls would name it."""
+    if state is None:
+        return "absent"
+    uid, gid, mode = state
+    user, group = str(uid), str(gid)
+    with contextlib.suppress(KeyError):
+        user = pwd.getpwuid(uid).pw_name
+    with contextlib.suppress(KeyError):
+        group = grp.getgrgid(gid).gr_name
+    return f"{user}:{group} {mode:04o}"
+
+
+def _wanted_text(entry: dict[str, Any], default_mode: str) -> str:
+    """By the wish's own names: a user that this run makes has no number yet."""
+    mode = int(entry.get("mode") or default_mode, 8)
+    return f"{entry.get('owner') or 'root'}:{entry.get('group') or 'root'} {mode:04o}"
 
 
 def _file_text(path: Path) -> str | None:
@@ -108,7 +128,8 @@ def plan(wish: dict[str, Any]) -> Plan:
         found, wanted = _state(Path(entry["path"])), _wanted_state(entry, "0755")
         if found != wanted:
             result.directories.append(entry)
-            result.note(f"directory {entry['path']}", found, wanted)
+            result.note(f"directory {entry['path']}", _state_text(found), _wanted_text(entry, "0755"))
+    brief: dict[Path, list[str]] = {}
     for entry in wish.get("files") or []:
         path = Path(entry["path"])
         text = _file_text(path)
@@ -120,12 +141,19 @@ def plan(wish: dict[str, Any]) -> Plan:
         found, wanted = _state(path), _wanted_state(entry, "0644")
         if text != entry["content"] or found != wanted:
             result.files.append(entry)
+            if entry.get("brief"):
+                brief.setdefault(path.parent, []).append("" if text is None else path.name)
+                continue
             secret = bool(entry.get("secret"))
             result.note(
                 str(path),
-                "absent" if text is None else f"{found}\n{'(secret)' if secret else text}",
-                f"{wanted}\n{'(secret, differs)' if secret else entry['content']}",
+                "absent" if text is None else f"{_state_text(found)}\n{'(secret)' if secret else text}",
+                f"{_wanted_text(entry, '0644')}\n{'(secret, differs)' if secret else entry['content']}",
             )
+    for directory, names in brief.items():
+        there = [f"{name} differs" for name in names if name]
+        absent = [f"{names.count('')} absent"] if "" in names else []
+        result.note(f"files in {directory}", "\n".join(absent + there), f"{len(names)} as wanted")
     return result
 
 

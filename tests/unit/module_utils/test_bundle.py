@@ -72,6 +72,28 @@ def test_secret_stays_out_of_the_diff(tmp_path):
     assert "sk-1" not in str(todo.before) + str(todo.after)
 
 
+def test_brief_files_are_counted_in_the_diff(tmp_path):
+    names = ["a.py", "b.py", "c.py"]
+    wish = {"files": [{"path": str(tmp_path / name), "content": "x\n", "brief": True, **OWNER} for name in names]}
+    (tmp_path / "b.py").write_text("old\n")
+    todo = bundle.plan(wish)
+    key = f"files in {tmp_path}"
+    assert (todo.before, todo.after) == ({key: "2 absent\nb.py differs"}, {key: "3 as wanted"})
+    bundle.run(wish, check=False)
+    assert [(tmp_path / name).read_text() for name in names] == ["x\n"] * 3
+    assert not bundle.plan(wish).changed
+
+
+def test_states_are_shown_by_names_even_of_users_to_come(tmp_path):
+    path = tmp_path / "f"
+    todo = bundle.plan({"files": [{"path": str(path), "content": "x\n", "group": "gb10-no-such", "mode": "0640"}]})
+    assert todo.after[str(path)] == "root:gb10-no-such 0640\nx\n"
+    path.write_text("y\n")
+    path.chmod(0o604)
+    todo = bundle.plan({"files": [{"path": str(path), "content": "x\n", **OWNER}]})
+    assert todo.before[str(path)] == f"{OWNER['owner']}:{OWNER['group']} 0604\ny\n"
+
+
 def test_absent_file_is_removed(tmp_path):
     path = tmp_path / "f"
     path.write_text("x")
