@@ -104,7 +104,8 @@ def main() -> None:
         result = apply(params, module.check_mode)
     except (container.ContainerError, OSError, ValueError) as error:
         module.fail_json(msg=str(error), image_id="")
-    module.exit_json(diff={"before": f"{before or 'no release'}\n", "after": f"{result['release']}\n"}, **result)
+    states = {"before": f"{before or 'no release'}\n", "after": f"{result['release']}\n"}
+    module.exit_json(diff=states | {"before_header": str(link), "after_header": str(link)}, **result)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,8 @@ def main() -> None:
     except (EnvironmentFault, nfs.NfsError, OSError, ValueError) as error:
         module.fail_json(msg=str(error), identity=engine.identity)
     states = {"before": "absent\n" if absent else f"{engine.identity}\n", "after": f"{engine.identity}\n"}
-    module.exit_json(identity=engine.identity, diff=states, **result)
+    headers = dict.fromkeys(("before_header", "after_header"), module.params["root"])
+    module.exit_json(identity=engine.identity, diff=states | headers, **result)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,8 @@ def main() -> None:
             result = apply(module.params, module.check_mode)
     except (release.ReleaseFault, OSError, ValueError, KeyError) as error:
         module.fail_json(msg=str(error), environment_missing=False)
-    module.exit_json(diff={"before": f"{before or 'no release'}\n", "after": f"{result['release']}\n"}, **result)
+    states = {"before": f"{before or 'no release'}\n", "after": f"{result['release']}\n"}
+    module.exit_json(diff=states | {"before_header": str(link), "after_header": str(link)}, **result)
 
 
 if __name__ == "__main__":
