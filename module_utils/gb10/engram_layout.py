@@ -82,11 +82,6 @@ class RankRows:
     def scale_offset(self) -> int:
         return self.table.scale_start + self.start * (HEAD_DIM // SCALE_GROUP)
 
-    @property
-    def source_bytes(self) -> int:
-        """Weight and scale bytes to read."""
-        return self.rows * (HEAD_DIM + HEAD_DIM // SCALE_GROUP)
-
 
 def parse_config(config: Mapping[str, Any]) -> EngramConfig:
     """The Engram keys of a config.json, at its top or under ``text_config``.

@@ -89,7 +89,7 @@ def test_offsets_are_the_published_ones(checkpoint):
 
 
 def test_bytes_of_each_rank_are_the_published_ones(checkpoint):
-    sums = [sum(rows.source_bytes for rows in engram_layout.rank_rows(checkpoint, 4, rank)) for rank in range(4)]
+    sums = [sum(264 * found.rows for found in engram_layout.rank_rows(checkpoint, 4, rank)) for rank in range(4)]
     assert sums == BYTES_OF_RANK
 
 

@@ -71,17 +71,3 @@ def test_site_holds_nothing_but_stages():
     assert all("import_playbook" in stage for stage in stages)
     assert stages[0]["import_playbook"].endswith("validate.yml")
     assert stages[-1]["import_playbook"].endswith("verify.yml")
-
-
-@pytest.mark.parametrize(
-    "unit", sorted((PROJECT / "roles").glob("*/templates/**/*.service.j2")), ids=lambda path: path.name
-)
-def test_start_limits_stand_where_systemd_reads_them(unit):
-    section, limits = "", {}
-    for line in unit.read_text().splitlines():
-        if line.startswith("["):
-            section = line
-        for key in ("StartLimitIntervalSec", "StartLimitBurst"):
-            if line.startswith(f"{key}="):
-                limits[key] = section
-    assert set(limits.values()) <= {"[Unit]"}
