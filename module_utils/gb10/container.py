@@ -20,9 +20,12 @@ CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 GPU_KIND = "nvidia.com/gpu"
 PIN = re.compile(r"sha256:[0-9a-f]{64}")
-# Taken from podman's own environment by name: arguments are read by every user of the host.
-SECRETS = ("VLLM_API_KEY",)
-HOST_ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "HOME": "/var/lib/containers"}
+# podman shows a container's variables to whoever inspects it and keeps them in files of its own, so the engine's key
+# comes through neither: a shell of the image reads it from the unit's credential, and the engine takes its place.
+KEY_FILE = "/run/gb10-api-key"
+TAKE_KEY = f'IFS= read -r VLLM_API_KEY <{KEY_FILE} && export VLLM_API_KEY && exec "$@"'
+# podman's own: none of the engine's variables, which could change what podman does.
+ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "HOME": "/var/lib/containers"}
 
 
 class ContainerError(Exception):
@@ -132,13 +135,15 @@ def arguments(
     image: str,
     user: tuple[int, int],
     writable: Iterable[str],
+    key_file: str = "",
 ) -> list[str]:
     """Words of `podman run` for one rank. Nothing of ARGV or ENVIRONMENT goes through a shell or a file.
 
     CONTAINER has `command` (words before ARGV in the image), `gpu` and `read_only` (paths mounted at the same place).
+    KEY_FILE on the host holds the API key as one line; the image then needs /bin/sh.
     The process is USER (UID, GID) without capabilities but IPC_LOCK; its signals and its end are those of the unit.
     """
-    command, *first = container["command"]
+    command = [*(["/bin/sh", "-c", TAKE_KEY, "sh"] if key_file else []), *container["command"]]
     words = [PODMAN, "--events-backend=none", "run", "--rm", "--replace", f"--name={NAME}", "--pull=never"]
     # Two groups below the unit's own: one for podman, one for the image. Output is the unit's, so the journal's.
     words += ["--cgroups=split", "--log-driver=passthrough", "--pids-limit=-1", "--oom-score-adj=500"]
@@ -153,10 +158,6 @@ def arguments(
     # A store that the host mounts again later is seen in the container, too.
     words += [f"--volume={path}:{path}:ro,rslave" for path in container["read_only"]]
     words += [f"--volume={path}:{path}" for path in writable]
-    words += [f"--env={name}" if name in SECRETS else f"--env={name}={value}" for name, value in environment.items()]
-    return [*words, f"--entrypoint={command}", image, *first, *argv]
-
-
-def own_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment of podman itself: none of the engine's variables, which could change what podman does."""
-    return HOST_ENVIRONMENT | {key: environment[key] for key in SECRETS if key in environment}
+    words += [f"--volume={key_file}:{KEY_FILE}:ro"] if key_file else []
+    words += [f"--env={name}={value}" for name, value in environment.items()]
+    return [*words, f"--entrypoint={command[0]}", image, *command[1:], *argv]

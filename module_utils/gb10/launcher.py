@@ -67,6 +67,7 @@ def container_command(
         path.mkdir(parents=True, exist_ok=True)
         os.chown(path, entry.pw_uid, entry.pw_gid)
     writable = dict.fromkeys([*map(str, owned), *wanted["writable"]])
+    key = rank.credential(os.environ)
     words = container.arguments(
         started["container"],
         started["argv"],
@@ -74,8 +75,9 @@ def container_command(
         image=image,
         user=(entry.pw_uid, entry.pw_gid),
         writable=writable,
+        key_file=str(key or ""),
     )
-    return words, container.own_environment(environment)
+    return words, container.ENVIRONMENT
 
 
 def image_of(release_folder: Path) -> str:
@@ -98,11 +100,11 @@ def main() -> int:
         )
         return 1
     folder = cache_folder(CACHES, started["release"])
-    environment = cache_environment(folder) | started["environment"] | rank.api_key_environment(os.environ)
+    environment = cache_environment(folder) | started["environment"]
     if started.get("container"):
         argv, environment = container_command(started, wanted, environment, folder, image)
     else:
-        argv, environment = venv_command(started, environment)
+        argv, environment = venv_command(started, environment | rank.api_key_environment(os.environ))
     os.execve(argv[0], argv, environment)  # noqa: S606 - the point of this file
     return 1
 

@@ -241,6 +241,10 @@ def _environment_faults(environment: Mapping[str, Any]) -> list[str]:
     for name, value in environment.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             found.append(f"environment has the name {name!r}, wanted letters, digits and underscores")
+        elif name == "VLLM_API_KEY":
+            found.append(
+                "environment.VLLM_API_KEY is a secret, and a profile is none: set vllm_rank_api_key_file instead"
+            )
         elif RESERVED_ENVIRONMENT.fullmatch(name):
             found.append(f"environment.{name} is looked up on each host at every start; take it out")
         if not isinstance(value, str):
@@ -375,6 +379,11 @@ def _engram_faults(document: Mapping[str, Any]) -> list[str]:
         row_ranges(parse_config(engram), document["tensor_parallel_size"])
     except EngramLayoutError as error:
         found += [f"engram: {fault}" for fault in error.faults]
+    if document["engine"].get("backend") == "container":
+        found.append(
+            "engine.backend is container and the profile has engram, wanted venv: an image brings a vLLM without the "
+            "patches that read rows from disk"
+        )
     if not isinstance(flags, Mapping) or flags.get("storage") != "disk":
         found.append("arguments.engram-config.storage is not disk: in memory the tables take 47 GiB a rank")
     return found

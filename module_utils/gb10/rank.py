@@ -89,13 +89,19 @@ def read_api_key(path: Path) -> str:
         return ""
 
 
+def credential(inherited: Mapping[str, str]) -> Path | None:
+    """The file in which systemd hands the key to the unit, None where it hands over none."""
+    path = Path(inherited.get("CREDENTIALS_DIRECTORY", "/nonexistent")) / CREDENTIAL
+    return path if path.is_file() else None
+
+
 def api_key_environment(inherited: Mapping[str, str]) -> dict[str, str]:
     """VLLM_API_KEY from the credential that systemd handed to the unit, nothing where it hands over none.
 
     The environment of a process is read by its own user and root only; its arguments are read by everybody.
     """
-    directory = inherited.get("CREDENTIALS_DIRECTORY")
-    key = read_api_key(Path(directory) / CREDENTIAL) if directory else ""
+    path = credential(inherited)
+    key = read_api_key(path) if path else ""
     return {"VLLM_API_KEY": key} if key else {}
 
 

@@ -96,6 +96,7 @@ FAULTS = {
     "NUL in a word": (TINY, "arguments/x", "a\0b", "arguments.x has a NUL byte"),
     "environment number": (TINY, "environment/OMP_NUM_THREADS", 1, "OMP_NUM_THREADS is 1, wanted text, in quotes"),
     "empty environment": (TINY, "environment/A", "", "environment.A is '', wanted text"),
+    "key in the environment": (TINY, "environment/VLLM_API_KEY", "k", "set vllm_rank_api_key_file instead"),
     "environment name": (TINY, "environment/A B", "x", "environment has the name 'A B'"),
     "pinned GID": (FLASH, "environment/NCCL_IB_GID_INDEX", "3", "NCCL_IB_GID_INDEX is looked up on each host"),
     "pinned interface": (FLASH, "environment/GLOO_SOCKET_IFNAME", "eth0", "GLOO_SOCKET_IFNAME is looked up"),
@@ -122,6 +123,12 @@ FAULTS = {
     "tables in memory": (FLASH, "arguments/engram-config", {"cpu_offload": True}, "storage is not disk"),
     "Engram unpinned": (FLASH, "checkpoint/revision", ABSENT, "has to pin checkpoint.revision"),
     "Engram rows": (FLASH, "engram/engram_num_embeddings", [384006168, 384016681], "engram: "),
+    "Engram in an image": (
+        FLASH,
+        "engine/backend",
+        "container",
+        "engine.backend is container and the profile has engram",
+    ),
     "Engram flag alone": (FLASH, "engram", ABSENT, "arguments has engram-config and the profile no engram"),
 }
 

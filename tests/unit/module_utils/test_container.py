@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -99,15 +100,16 @@ def test_gpu_needs_a_description_of_the_present_driver(tmp_path, files, driver, 
 AWKWARD = ["serve", "/m", "--x", '{"a b": "c\'d", "e": "$HOME %i \\n é"}', "two words", "*", ""]
 
 
-def words(**changes):
+def words(key_file="", **changes):
     wanted = {"command": ["/usr/bin/python3", "-m", "vllm"], "gpu": False, "read_only": ["/srv/models"]} | changes
     return container.arguments(
         wanted,
         AWKWARD,
-        {"A": 'x "y" $z %i', "VLLM_API_KEY": "secret"},
+        {"A": 'x "y" $z %i'},
         image=ID,
         user=(990, 991),
         writable=["/var/cache/x"],
+        key_file=key_file,
     )
 
 
@@ -117,13 +119,40 @@ def test_arguments_follow_the_image_unchanged():
     assert "--entrypoint=/usr/bin/python3" in given
 
 
-def test_key_is_named_and_never_written():
-    given = words()
-    assert "--env=VLLM_API_KEY" in given
-    assert not any("secret" in word for word in given)
-    assert '--env=A=x "y" $z %i' in given
-    assert container.own_environment({"A": "x", "VLLM_API_KEY": "secret"})["VLLM_API_KEY"] == "secret"
-    assert "A" not in container.own_environment({"A": "x"})
+def test_key_is_a_file_of_the_unit_and_no_variable_of_podman():
+    given = words(key_file="/run/credentials/vllm-rank.service/api-key")
+    assert "--volume=/run/credentials/vllm-rank.service/api-key:/run/gb10-api-key:ro" in given
+    assert [word for word in given if word.startswith("--env")] == ['--env=A=x "y" $z %i']
+    assert "--entrypoint=/bin/sh" in given
+    assert given[given.index(ID) + 1 :] == ["-c", container.TAKE_KEY, "sh", "/usr/bin/python3", "-m", "vllm", *AWKWARD]
+
+
+KEYS = ["plain", """q"uo'te $HOME %i \\ `id` two  words""", "clé"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_key_and_arguments_reach_the_engine_unchanged_through_the_shell(tmp_path, monkeypatch, key):
+    """Runs what podman would run in the image: the entry point and the words behind the image."""
+    file = tmp_path / "api-key"
+    file.write_text(key + "\n")
+    monkeypatch.setattr(container, "TAKE_KEY", container.TAKE_KEY.replace(container.KEY_FILE, str(file)))
+    show = "import json, os, sys; print(json.dumps([os.environ['VLLM_API_KEY'], sys.argv[1:]]))"
+    given = words(key_file=str(file), command=["/usr/bin/env", "python3", "-c", show])
+    done = subprocess.run(["/bin/sh", *given[given.index(ID) + 1 :]], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [key, AWKWARD]
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_engine_does_not_start_without_the_key_it_should_have(tmp_path, content):
+    file = tmp_path / "api-key"
+    if content is not None:
+        file.write_text(content)
+    script = container.TAKE_KEY.replace(container.KEY_FILE, str(file))
+    done = subprocess.run(
+        ["/bin/sh", "-c", script, "sh", "/bin/echo", "started"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "started" not in done.stdout
 
 
 def test_container_has_no_privileges_and_stays_in_the_unit():
@@ -161,7 +190,9 @@ def test_caches_of_another_release_are_never_read_and_one_of_them_stays(tmp_path
 def start(tmp_path, monkeypatch):
     """Run the launcher on a release; returns what it would become (argv, environment), or its output."""
     monkeypatch.setattr(launcher, "CACHES", tmp_path / "caches")
-    monkeypatch.setattr(rank, "api_key_environment", lambda _: {"VLLM_API_KEY": "secret"})
+    (tmp_path / "credentials").mkdir()
+    (tmp_path / "credentials" / rank.CREDENTIAL).write_text("secret\n")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path / "credentials"))
     monkeypatch.setattr(launcher.pwd, "getpwnam", lambda _: SimpleNamespace(pw_uid=os.getuid(), pw_gid=os.getgid()))
     became = {}
     monkeypatch.setattr(os, "execve", lambda _, argv, environment: became.update(argv=argv, environment=environment))
@@ -199,12 +230,21 @@ def test_venv_becomes_the_interpreter_of_the_release(start, tmp_path):
 def test_container_becomes_podman_with_the_release_image(start, tmp_path):
     became = start({"series": ID}, container=CONTAINER)
     assert became["argv"][0] == container.PODMAN
-    assert became["argv"][became["argv"].index(ID) + 1 :] == AWKWARD
+    assert became["argv"][became["argv"].index(ID) + 1 :] == ["-c", container.TAKE_KEY, "sh", "/bin/vllm", *AWKWARD]
     assert f"--env=TRITON_CACHE_DIR={tmp_path}/caches/r1/triton" in became["argv"]
     volumes = [word for word in became["argv"] if word.startswith("--volume")]
-    assert [word.split(":")[1] for word in volumes] == [f"{tmp_path}/home", f"{tmp_path}/caches/r1", "/data"]
-    assert "Q" not in became["environment"]
-    assert became["environment"]["VLLM_API_KEY"] == "secret"
+    assert [word.split(":")[1] for word in volumes] == [
+        f"{tmp_path}/home", f"{tmp_path}/caches/r1", "/data", container.KEY_FILE
+    ]  # fmt: skip
+    assert became["environment"] == container.ENVIRONMENT
+    assert not any("secret" in word for word in became["argv"])
+
+
+def test_container_without_a_key_needs_no_shell(start, monkeypatch):
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY")
+    became = start({"series": ID}, container=CONTAINER)
+    assert became["argv"][became["argv"].index(ID) + 1 :] == AWKWARD
+    assert "--entrypoint=/bin/vllm" in became["argv"]
 
 
 @pytest.mark.parametrize(("series", "wanted"), [("abc", CONTAINER), (ID, None)])
