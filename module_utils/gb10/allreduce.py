@@ -157,22 +157,23 @@ def _time_faults(host: str, result: Mapping[str, Any], thresholds: Mapping[str, 
         ("slow", at_step["slow"], f"{at_step['slow']:.0%} of the 60 KiB operations slower than 1.25 x p10"),
         ("step_ms", step, f"{STEP_OPERATIONS} all-reduces of 60 KiB took {step} ms"),
     )
+    units = {"p50_us": " us", "step_ms": " ms"}
     return [
-        f"{host}: {text}; wanted at most {thresholds[key]:g}" + (" us" if key == "p50_us" else "")
+        f"{host}: {text}; wanted at most {thresholds[key]:g}{units.get(key, '')}"
         for key, value, text in measured
         if key in thresholds and value > thresholds[key]
     ]
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """p50/p90 in microseconds, a line for each size, a column for each host."""
+    """p50/p90 with their unit, a line for each size in bytes, a column for each host."""
     measured = {host: r for host, r in results.items() if "sizes" in r}
     if not measured:
         return ""
-    lines = ["bytes".rjust(8) + "".join(host.rjust(20) for host in measured)]
+    lines = ["p50/p90 of one all-reduce", "bytes".rjust(8) + "".join(host.rjust(20) for host in measured)]
     for size in SIZES:
         cells = (r["sizes"][str(size)] for r in measured.values())
-        lines.append(f"{size:8d}" + "".join(f"{c['p50']:.1f}/{c['p90']:.1f}".rjust(20) for c in cells))
+        lines.append(f"{size:8d}" + "".join(f"{c['p50']:.1f}/{c['p90']:.1f} us".rjust(20) for c in cells))
     steps = (r["step_ms"] for r in measured.values())
     lines.append(f"{STEP_OPERATIONS}x60KiB" + "".join(f"{s['p50']:.2f}/{s['p90']:.2f} ms".rjust(20) for s in steps))
     return "\n".join(lines)

@@ -37,4 +37,4 @@ def test_allreduce_over_sockets_is_called_out():
     assert [fault.split(";")[0] for fault in verdict["faults"]] == [
         f"h{n}: NCCL used NET/Socket over eth0: this is not RDMA" for n in (0, 1)
     ]
-    assert verdict["table"][4].split() == ["61440", "146.8/160.9", "146.4/160.4"]
+    assert verdict["table"][5].split() == ["61440", "146.8/160.9", "us", "146.4/160.4", "us"]

@@ -103,7 +103,7 @@ def test_rdma_with_the_wanted_device_passes():
         ({"wrong_sums": [61440]}, "a: wrong all-reduce sums at 61440 bytes; wanted exact sums. Do not serve"),
         (
             {"step_ms": RECORDED["NET/Socket.0"]["step_ms"]},
-            "a: 88 all-reduces of 60 KiB took 11.62 ms; wanted at most 7",
+            "a: 88 all-reduces of 60 KiB took 11.62 ms; wanted at most 7 ms",
         ),
         ({"sizes": RECORDED["NET/Socket.0"]["sizes"]}, "a: p50 at 60 KiB 146.8 us; wanted at most 100 us"),
         (
@@ -152,8 +152,9 @@ def test_summary_of_samples(samples, summary):
 def test_table_has_a_line_for_each_size_and_the_step():
     lines = allreduce.table({"a": RECORDED["P2P.0"], "b": {"error": "no"}}).splitlines()
 
-    assert len(lines) == len(allreduce.SIZES) + 2
-    assert lines[4].split() == ["61440", "40.6/55.7"]
+    assert len(lines) == len(allreduce.SIZES) + 3
+    assert lines[0] == "p50/p90 of one all-reduce"
+    assert lines[5].split() == ["61440", "40.6/55.7", "us"]
     assert lines[-1].split() == ["88x60KiB", "3.49/3.82", "ms"]
 
 
