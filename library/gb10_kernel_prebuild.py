@@ -94,6 +94,8 @@ def apply(params: dict, check: bool) -> dict:
     """Build what is missing, or say why there is nothing to build."""
     if not Path(params["device"]).exists():
         return {"changed": False, "skipped_reason": f"no NVIDIA GPU on this host ({params['device']} is missing)"}
+    if check and params["config"] and not Path(params["config"]).exists():
+        return {"changed": True, "skipped_reason": ""}  # on a fresh host, check mode has mounted nothing
     wanted = wish(params)
     if kernel_prebuild.standing(wanted):
         return {"changed": False, "skipped_reason": ""}

@@ -225,6 +225,10 @@ def test_refusals_and_failures_are_sentences(run, kernels, changes, said):
     assert said in result["msg"]
 
 
+def test_check_mode_on_a_host_without_the_store_says_that_kernels_would_be_built(run, kernels):
+    assert run(gb10_kernel_prebuild, **kernels, config="/nonexistent/config.json", _ansible_check_mode=True)["changed"]
+
+
 def test_nothing_is_built_while_the_model_is_served(run, kernels, monkeypatch):
     monkeypatch.setattr(kernel_prebuild, "active", lambda units: list(units))
     result = run(gb10_kernel_prebuild, **kernels | {"units": ["vllm-rank.service"]})
