@@ -235,6 +235,7 @@ def gb10_status_table(hosts: list[str], hostvars: Mapping[str, Mapping[str, Any]
             below += [f"{host}: systemd has not read the unit's present file"] if state["needs_reload"] else []
             if state["active"] and state["process"].get("unknown"):
                 below.append(f"{host}: {state['process']['unknown']}")
+            below += [f"{host}: {state['guard']}"] if state["guard"] else []
             if state["cause"]:
                 below.append(f"{host}: likely cause of its end: {state['cause']}")
         else:

@@ -256,6 +256,22 @@ def host_facts(unit: Unit) -> causes.HostFacts:
 REFUSAL = re.compile(r"refusing to start(?: rank \d+)?: (.*)")
 
 
+def guard_record(unit: Unit) -> dict[str, Any]:
+    """What the memory guard did or saw since UNIT was last started, empty when nothing."""
+    record = read_json(GUARD_RECORD) or {}
+    return record if record.get("time", 0) >= unit.left_inactive > 0 else {}
+
+
+def observed(record: Mapping[str, Any]) -> str:
+    """A sentence on what the guard would have ended the engine for; empty where it did, or saw nothing."""
+    if not record or record.get("killed"):
+        return ""
+    return (
+        f"the memory guard only observes: MemAvailable was {record['available_mib']} MiB, under the {record['phase']} "
+        f"floor of {record['floor_mib']} MiB; {record['cause']}"
+    )
+
+
 def likely_cause(unit: Unit, text: str) -> str:
     """The known cause of the end of UNIT that its lines, the kernel's and the guard's suggest; empty when none does."""
     if refused := REFUSAL.findall(text):
@@ -263,8 +279,8 @@ def likely_cause(unit: Unit, text: str) -> str:
     parts = [text, f"unit result {unit.result} exit status {unit.exit_status}"]
     if unit.left_inactive:
         parts.append(kernel_log(unit.left_inactive))
-    guard = read_json(GUARD_RECORD) or {}
-    if guard.get("time", 0) >= unit.left_inactive > 0:
+    guard = guard_record(unit)
+    if guard.get("killed"):
         parts.append(f"gb10-memory-guard ended it: {guard.get('cause')}")
     row = causes.likely("\n".join(parts), host_facts(unit))
     return str(row) if row else ""
@@ -307,6 +323,7 @@ def state() -> dict[str, Any]:
         "staged_launch_id": launch().get("launch_id", ""),
         "memory_available_mib": memory_available_mib(),
         "memory_total_mib": meminfo().get("MemTotal", 0) // 1024,
+        "guard": observed(guard_record(unit)),
         "log_missing": served.get("log_missing") or [],
         "configured": bool(wanted),
         "drift": "",

@@ -105,6 +105,7 @@ def state(**changes):
         "log_missing": [],
         "phase": "serving",
         "cause": "",
+        "guard": "",
         "memory_available_mib": 2048,
     } | changes
 
@@ -194,6 +195,11 @@ FACTS = ("release", "arguments", "environment")
 def test_status_shows_what_runs_against_what_is_configured(changes, cells):
     header, line, *_ = table(a={"rank": state(**changes), "mount": "local"})
     assert columns(header, line, *FACTS) == cells
+
+
+def test_status_tells_what_a_guard_saw_that_only_observes():
+    *_, below = table(a={"rank": state(guard="the memory guard only observes: it fell"), "mount": "local"})
+    assert below == "a: the memory guard only observes: it fell"
 
 
 def test_status_shows_unknown_for_a_silent_host():

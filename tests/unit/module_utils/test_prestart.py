@@ -6,6 +6,8 @@ import getpass
 import json
 import os
 import resource
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from ansible.module_utils.gb10 import access, gpu_smi, launcher, memory, nfs, pr
 
 AWKWARD = "π \"quoted\" 'single' %c $HOME \\ back  two"
 FABRIC = {"VLLM_HOST_IP": "192.0.2.11", "GLOO_SOCKET_IFNAME": "enp1s0f0np0"}
+LEFTOVERS = processes.leftovers
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 LIMITS = {resource.RLIMIT_MEMLOCK: UNLIMITED, resource.RLIMIT_NOFILE: (1048576, 1048576)}
 
@@ -139,6 +142,36 @@ def test_leftover_is_named_and_not_ended(host, monkeypatch, capsys):
     output = refused(capsys)
     for text in ("pid 4711", "VLLM::EngineCore", "104277 MiB of the GPU", "port 21007", "of root", "is in the way"):
         assert text in output
+
+
+OLD_HEAD = """
+import socket, sys, time
+one = socket.create_server(("127.0.0.1", 0))
+print(one.getsockname()[1], flush=True)
+time.sleep(60)
+"""
+
+
+def test_old_head_that_still_listens_for_its_ranks_keeps_the_new_one_from_starting(host, monkeypatch, capsys, tmp_path):
+    """A real process, started as vLLM is, on the very port of this launch; and one on another port, too."""
+    monkeypatch.setattr(processes, "leftovers", lambda _, ports: LEFTOVERS("/system.slice/vllm-rank.service", ports))
+    monkeypatch.setattr(gpu_smi, "query_processes", lambda timeout_s: ("none", []))
+    (tmp_path / "vllm").write_text(OLD_HEAD)
+    words = [sys.executable, str(tmp_path / "vllm"), "serve", "/m"]
+    old = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
+        port = int(old.stdout.readline())
+        rank.LAUNCH.write_text(json.dumps({"launch_id": "l2", "master_port": port}))
+        output = refused(capsys)
+        for text in (f"pid {old.pid} (", " ".join(words)[:60], f"of {getpass.getuser()}", f"listens on port {port}"):
+            assert text in output
+        rank.LAUNCH.write_text(json.dumps({"launch_id": "l3", "master_port": 1}))
+        assert f"pid {old.pid} (" in refused(capsys)
+    finally:
+        old.kill()
+        old.wait()
+    prestart.main()
+    assert f"pid {old.pid} (" not in capsys.readouterr().out  # an engine that really runs here would be told
 
 
 def test_what_the_user_cannot_use_is_refused(host, monkeypatch, capsys):

@@ -328,10 +328,17 @@ def test_guards_word_is_taken_only_for_this_launch(host, monkeypatch):
     monkeypatch.setattr(rank, "host_facts", lambda unit: causes.HostFacts())
     killed = unit(active="failed", result="signal", exit_status=9)
     assert "SIGKILL" in rank.likely_cause(killed, "")
-    rank.GUARD_RECORD.write_text(json.dumps({"time": killed.left_inactive - 100, "cause": "old"}))
+    rank.GUARD_RECORD.write_text(json.dumps({"time": killed.left_inactive - 100, "cause": "old", "killed": [7]}))
     assert "SIGKILL" in rank.likely_cause(killed, "")
-    rank.GUARD_RECORD.write_text(json.dumps({"time": time.time(), "cause": "MemAvailable 2000 MiB"}))
+    seen = {"time": time.time(), "cause": "it grew", "available_mib": 90, "phase": "steady", "floor_mib": 200}
+    rank.GUARD_RECORD.write_text(json.dumps(seen | {"killed": [7]}))
     assert "memory guard" in rank.likely_cause(killed, "")
+    assert rank.observed(rank.guard_record(killed)) == ""
+    rank.GUARD_RECORD.write_text(json.dumps(seen | {"killed": []}))
+    assert "SIGKILL" in rank.likely_cause(killed, "")
+    assert "MemAvailable was 90 MiB, under the steady floor of 200 MiB; it grew" in rank.observed(
+        rank.guard_record(killed)
+    )
 
 
 @pytest.fixture
