@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,28 @@ def test_role_options_and_defaults_have_the_same_keys(role):
         defaults or {}
     )
     assert all(not value.get("required") or key not in (defaults or {}) for key, value in options.items())
+
+
+# What a single run says with -e, what stands in for a GB10 or an engine in tests.
+NOT_OF_AN_INVENTORY = {"engram_rows_level", "fabric_retest", "vllm_engine_rollback", "vllm_engine_verify_whole"}
+NOT_OF_AN_INVENTORY |= {"vllm_rank_restart", "fabric_sysfs", "host_parity_roots", "memory_guard_unit"}
+OF_NO_ROLE = {"ansible_user", "ansible_become", "profile", "gb10_profile", "fabric_subnet", "memory_budget"}
+
+
+def test_the_example_inventory_lists_every_choice_with_its_default():
+    defaults = {}
+    for role in ROLES:
+        path = PROJECT / "roles" / role / "defaults" / "main.yml"
+        defaults |= yaml.safe_load(path.read_text()) or {} if path.is_file() else {}
+    lines = (PROJECT / "inventory/gb10/group_vars/fleet.yml").read_text().splitlines()
+    choices = [line.removeprefix("# ") for line in lines]
+    listed = {key: value for line in choices if re.match(r"\w+:", line) for key, value in yaml.safe_load(line).items()}
+    derived = {key for key, value in defaults.items() if "{{" in str(value)}  # from a profile or from another variable
+    assert set(listed) - set(defaults) == OF_NO_ROLE
+    assert set(defaults) - set(listed) - derived == NOT_OF_AN_INVENTORY
+    elsewhere = {key for key, value in listed.items() if value == ["..."]}
+    for key in set(listed) & set(defaults) - derived - elsewhere:
+        assert listed[key] == defaults[key], key
 
 
 @pytest.mark.parametrize("role", ROLES)
