@@ -14,7 +14,6 @@ ROLES = Path(__file__).resolve().parents[3] / "roles"
 TEMPLATE = ROLES / "vllm_rank/templates/etc/systemd/system/vllm-rank.service.j2"
 KINDS = [f".{kind.lower()}" for kind in systemd.KINDS]
 UNITS = sorted(path for path in ROLES.glob("*/templates/**/*.j2") if Path(path.stem).suffix in KINDS)
-EXPOSURE = 30  # systemd-analyze counts tenths
 
 needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 
@@ -63,15 +62,6 @@ def test_systemd_has_nothing_to_say_about_the_unit(tmp_path, changes):
     unit = render(tmp_path, **changes)
     result = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
-@needs_analyze
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_unit_is_hardened(tmp_path, changes):
-    unit = render(tmp_path, **changes)
-    command = ["systemd-analyze", "security", "--offline=true", f"--threshold={EXPOSURE}", "--no-pager", str(unit)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-200:] + result.stderr
 
 
 def test_unit_sets_the_limits_that_rdma_needs(tmp_path):
