@@ -10,6 +10,7 @@ short_description: Bring an image pinned by digest to this host and make it the 
 description:
   - Looks for the image by its digest, pulls it or loads it from an archive when it is missing, and switches to it in one step,
     beside the releases of a patched engine.
+  - While it pulls, its action shows each host's bytes, percentage and time left every few seconds.
   - The image before stays on the host: its digest switches back to it without another pull.
 options:
   image: {description: Repository of the image without tag and digest., type: str, required: true}
@@ -17,6 +18,7 @@ options:
   archive: {description: Archive on this host to load it from instead of pulling., type: path}
   gpu: {description: Refuse a host whose GPU podman could not hand to a container., type: bool, default: true}
   releases: {description: Directory that holds the releases., type: path, required: true}
+  progress: {description: File that says how many bytes of a pull have come; gone with its end., type: path, default: /run/gb10/progress/image.json}
   link: {description: Link that names the current release., type: path, required: true}
 author: [gb10-fleet maintainers (@gb10-fleet)]
 """
@@ -51,6 +53,7 @@ def argument_spec() -> dict:
         "archive": {"type": "path"},
         "gpu": {"type": "bool", "default": True},
         "releases": path,
+        "progress": {"type": "path", "default": "/run/gb10/progress/image.json"},
         "link": path,
     }
 
@@ -78,7 +81,10 @@ def apply(params: dict, check: bool) -> dict:
     now, previous = release.current(link), release.current(releases / "previous")
     result = {"image_id": image, "previous": previous, "changed": not image}
     if not image and not check:
-        image = result["image_id"] = container.fetch(params["image"], params["digest"], params["archive"] or "")
+        progress = Path(params["progress"])
+        image = result["image_id"] = container.fetch(
+            params["image"], params["digest"], params["archive"] or "", progress
+        )
     if not image:
         return result | {"release": params["digest"]}
     folder = releases / container.release_name(image)

@@ -6,18 +6,28 @@ memory guard and the journal reach them as they reach a rank without a container
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import platform
 import re
+import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from .meter import Meter
 
 PODMAN = "/usr/bin/podman"
 NAME = "vllm-rank"
 INFINIBAND = Path("/dev/infiniband")
 CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+# podman puts what it downloads below TMPDIR (podman(1)), and only a terminal is told how much that is.
+ARRIVING = Path("/var/tmp/gb10-image")  # noqa: S108 - big files belong there; root makes and removes it
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 GPU_KIND = "nvidia.com/gpu"
 PIN = re.compile(r"sha256:[0-9a-f]{64}")
 # podman shows a container's variables to whoever inspects it and keeps them in files of its own, so the engine's key
@@ -35,10 +45,12 @@ class ContainerError(Exception):
 # --------------------------------------------------------------------------------------------- images
 
 
-def podman(*words: str) -> str:
+def podman(*words: str, **environment: str) -> str:
     """Output of one podman command. Raises ContainerError with podman's own words."""
     try:
-        result = subprocess.run([PODMAN, *words], capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            [PODMAN, *words], capture_output=True, text=True, check=False, env=os.environ | environment
+        )
     except FileNotFoundError as error:
         raise ContainerError(f"{PODMAN} is missing: install the package podman") from error
     if result.returncode != 0:
@@ -73,14 +85,62 @@ def find(listed: Iterable[Mapping[str, Any]], pin: str) -> str:
     return ""
 
 
-def fetch(reference: str, pin: str, archive: str) -> str:
+def download_bytes(reference: str) -> int:
+    """Size of the layers that REFERENCE names for this machine, 0 where its registry does not tell."""
+    try:
+        document = json.loads(podman("manifest", "inspect", reference))
+        if "manifests" not in document:
+            return sum(int(part["size"]) for part in (document["config"], *document["layers"]))
+        wanted = ARCHITECTURES.get(platform.machine(), platform.machine())
+        digests = [one["digest"] for one in document["manifests"] if one["platform"]["architecture"] == wanted]
+        return download_bytes(f"{reference.partition('@')[0]}@{digests[0]}")
+    except (ContainerError, ValueError, KeyError, IndexError):
+        return 0  # the pull says what is wrong, with better words
+
+
+@contextlib.contextmanager
+def metered(folder: Path, meter: Meter) -> Iterator[None]:
+    """Count what comes to lie in FOLDER, which is there only meanwhile."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    folder.mkdir(mode=0o700)
+    over = threading.Event()
+
+    def count() -> None:
+        seen = 0
+        while not over.wait(1):
+            with contextlib.suppress(FileNotFoundError):  # a file that is done may go
+                size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+                meter.done(max(0, size - seen))
+                seen = max(seen, size)
+
+    counter = threading.Thread(target=count, daemon=True)
+    counter.start()
+    try:
+        yield
+    finally:
+        over.set()
+        counter.join()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def pull(reference: str, progress: Path | None) -> None:
+    """Pull REFERENCE; PROGRESS, a Meter's file, is there until it has come."""
+    try:
+        with metered(ARRIVING, Meter(progress, download_bytes(reference))):
+            podman("pull", "--quiet", reference, TMPDIR=str(ARRIVING))
+    finally:
+        if progress:
+            progress.unlink(missing_ok=True)
+
+
+def fetch(reference: str, pin: str, archive: str, progress: Path | None = None) -> str:
     """Bring the image to this host, from ARCHIVE where one is named, else from its registry; returns its ID."""
     if archive and not Path(archive).is_file():
         raise ContainerError(f"{archive} is missing: copy the archive to this host, or unset vllm_image_archive")
     if archive:
         podman("load", "--quiet", "--input", archive)
     else:
-        podman("pull", "--quiet", f"{reference}@{pin}")
+        pull(f"{reference}@{pin}", progress)
     listed = images()
     if image := find(listed, pin):
         return image

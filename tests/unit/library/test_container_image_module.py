@@ -17,13 +17,16 @@ def host(tmp_path, monkeypatch, capsys):
     """A host with one image; pulls bring the one asked for."""
     listed, pulled = [{"Id": OLD.removeprefix("sha256:")}], []
 
-    def podman(*words):
+    def podman(*words, **_):
+        if words[0] == "manifest":
+            return "{}"
         if words[0] == "pull":
             pulled.append(words[-1])
             listed.append({"Id": words[-1].rpartition("@sha256:")[2]})
         return json.dumps(listed)
 
     monkeypatch.setattr(container, "podman", podman)
+    monkeypatch.setattr(container, "ARRIVING", tmp_path / "arriving")
 
     def call(digest, **changes):
         options = {
@@ -32,6 +35,7 @@ def host(tmp_path, monkeypatch, capsys):
             "gpu": False,
             "releases": str(tmp_path / "releases"),
             "link": str(tmp_path / "current"),
+            "progress": str(tmp_path / "progress.json"),
         }
         with patch_module_args(options | changes), pytest.raises(SystemExit):
             gb10_container_image.main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -35,23 +36,91 @@ def test_pin_finds_an_image_by_any_of_its_digests(pin, image):
 
 
 @pytest.fixture
-def podman(monkeypatch):
+def podman(monkeypatch, tmp_path):
     """podman without podman: records its words; images appear when they are pulled or loaded."""
     state = SimpleNamespace(calls=[], listed=[], arriving=[PULLED])
 
-    def call(*words):
+    def call(*words, **_):
         state.calls.append(words)
+        if words[0] == "manifest":
+            raise container.ContainerError("no such manifest")
         if words[0] in ("pull", "load"):
             state.listed += state.arriving
         return json.dumps(state.listed)
 
     monkeypatch.setattr(container, "podman", call)
+    monkeypatch.setattr(container, "ARRIVING", tmp_path / "arriving")
     return state
 
 
 def test_pull_is_by_digest(podman):
     assert container.fetch("docker.io/x/vllm", INDEX, "") == ID
-    assert podman.calls[0] == ("pull", "--quiet", f"docker.io/x/vllm@{INDEX}")
+    assert ("pull", "--quiet", f"docker.io/x/vllm@{INDEX}") in podman.calls
+
+
+LAYERS = {"config": {"size": 10}, "layers": [{"size": 400}, {"size": 90}]}
+LIST = {
+    "manifests": [
+        {"digest": "sha256:s390", "platform": {"architecture": "s390x"}},
+        {"digest": "sha256:mine", "platform": {"architecture": "arm64"}},
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("answers", "size"),
+    [
+        ({"r@pin": LAYERS}, 500),
+        ({"r@pin": LIST, "r@sha256:mine": LAYERS}, 500),
+        ({"r@pin": {"manifests": LIST["manifests"][:1]}}, 0),
+        ({"r@pin": {"schemaVersion": 1}}, 0),
+        ({}, 0),
+    ],
+)
+def test_manifest_tells_how_much_will_come(monkeypatch, answers, size):
+    def call(*words):
+        if words[-1] not in answers:
+            raise container.ContainerError("unauthorized")
+        return json.dumps(answers[words[-1]])
+
+    monkeypatch.setattr(container, "podman", call)
+    monkeypatch.setattr(container.platform, "machine", lambda: "aarch64")
+    assert container.download_bytes("r@pin") == size
+
+
+def test_pull_tells_how_much_has_come_and_leaves_nothing(monkeypatch, tmp_path):
+    progress, arriving, seen = tmp_path / "run" / "image.json", tmp_path / "arriving", []
+    (arriving / "left").mkdir(parents=True)
+
+    def call(*words, **environment):
+        if words[0] == "manifest":
+            return json.dumps(LAYERS)
+        assert environment == {"TMPDIR": str(arriving)}
+        assert not list(arriving.iterdir())
+        for layer, size in enumerate((400, 90)):
+            (arriving / "storage1").mkdir(exist_ok=True)
+            (arriving / "storage1" / str(layer)).write_bytes(b"x" * size)
+            time.sleep(1.2)
+            seen.append(json.loads(progress.read_text()))
+        return ""
+
+    monkeypatch.setattr(container, "podman", call)
+    monkeypatch.setattr(container, "ARRIVING", arriving)
+    container.pull("r@pin", progress)
+    assert [(one["done_bytes"], one["total_bytes"]) for one in seen] == [(400, 500), (490, 500)]
+    assert not arriving.exists()
+    assert not progress.exists()
+
+
+def test_pull_that_fails_leaves_nothing_either(monkeypatch, tmp_path):
+    def call(*words, **_):
+        raise container.ContainerError("podman pull failed: connection refused")
+
+    monkeypatch.setattr(container, "podman", call)
+    monkeypatch.setattr(container, "ARRIVING", tmp_path / "arriving")
+    with pytest.raises(container.ContainerError, match="connection refused"):
+        container.pull("r@pin", tmp_path / "image.json")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_archive_is_loaded_instead(podman, tmp_path):
