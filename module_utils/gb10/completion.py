@@ -27,7 +27,10 @@ def key_fault(key: str) -> str:
     try:
         key.encode("latin-1")
     except UnicodeEncodeError as error:
-        return f"{key[error.start]!r} is no Latin-1 character, and a header holds no others"
+        return (
+            f"{key[error.start]!r} is no Latin-1 character: vLLM compares the key with the header's bytes read as Latin-1, "
+            "so it would answer 401 to everybody"
+        )
     return ""
 
 
