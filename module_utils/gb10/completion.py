@@ -28,8 +28,8 @@ def key_fault(key: str) -> str:
         key.encode("latin-1")
     except UnicodeEncodeError as error:
         return (
-            f"{key[error.start]!r} is no Latin-1 character: vLLM compares the key with the header's bytes read as Latin-1, "
-            "so it would answer 401 to everybody"
+            f"{key[error.start]!r} is no Latin-1 character: vLLM compares the key with the header's bytes read as "
+            "Latin-1, so it would answer 401 to everybody"
         )
     return ""
 
