@@ -18,10 +18,11 @@ PACKAGES = str(Path(__file__).resolve().parent.parent / "module_utils")
 if PACKAGES not in ansible.module_utils.__path__:  # Ansible finds the project's folder for modules, not for actions
     ansible.module_utils.__path__.append(PACKAGES)
 
-from ansible.module_utils.gb10 import launches  # noqa: E402 the path above
+from ansible.module_utils.gb10 import launches, rank  # noqa: E402 the path above
 
 SILENCE_S = 8  # the longest time without a line on the operator's screen
 PATIENCE_S = 60  # a host that loads a model answers late; one without power never does
+AWAY = "no power, or no way to it: look at its power and at the management network"
 STOP_S = 90  # how long the unit's own time-out and all around it may take on the slowest host
 
 display = Display()
@@ -242,8 +243,8 @@ class ActionModule(ActionBase):
                 fault = f"no token {now - clock:.0f} s after the start, wanted one in {timeout:.0f} s"
                 board.post(host, notes.get(host, {}) | lost(fault, reached=phases_text(arguments["fleet"], notes)))
             elif now > self._due:
-                fault = "gives no answer any more: look at its power and at the management network"
-                board.post(host, notes.get(host, {}) | lost(fault, reached=self._reached(), away=True))
+                fault = "gives no answer any more"
+                board.post(host, notes.get(host, {}) | lost(fault, reached=self._reached(), away=True, cause=AWAY))
             else:
                 time.sleep(0.5)
         self._over.set()
@@ -281,6 +282,9 @@ class ActionModule(ActionBase):
         """What a note gains by the stop: `evidence` and `stay` (empty: the rank is gone), or `away`."""
         options = {"state": "stopped", "user": user, "evidence": why, "at_once": True}
         try:
+            # A rank that loads takes all processors, so that seconds pass before a module runs. Stopped by a signal it
+            # leaves them to the module, and is there to be looked at.
+            self._low_level_execute_command(f"systemctl kill --signal=STOP {rank.UNIT}")
             result = self._execute_module(module_name="gb10_rank", module_args=options, task_vars=task_vars)
         except AnsibleConnectionFailure:
             return {"away": True}
@@ -311,7 +315,8 @@ class ActionModule(ActionBase):
                     return
         except LookError as error:
             if not self._over.is_set():
-                board.post(host, {"phase": "lost"} | lost(str(error), reached=self._reached(), away=error.away))
+                more = {"away": True, "cause": AWAY} if error.away else {}
+                board.post(host, {"phase": "lost"} | lost(str(error), reached=self._reached(), **more))
         except Exception as error:  # the action would wait for this thread to its very end
             if not self._over.is_set():
                 board.post(host, {"phase": "lost"} | lost(f"its launch cannot be followed: {error!r}"))

@@ -93,6 +93,7 @@ def test_time_in_a_phase_counts_from_when_it_was_first_seen():
 
 # ------------------------------------------------------------------------------------------------ a whole launch
 
+FREEZE = "systemctl kill --signal=STOP vllm-rank.service"
 COMPLETION = {"base_url": "http://x", "model": "m", "prompt": "p", "timeout": 5, "warm_up": [1, 8]}
 
 
@@ -162,6 +163,7 @@ class Fleet:
         one = action.ActionModule.__new__(action.ActionModule)
         one._task = SimpleNamespace(args=arguments, check_mode=False)
         one._execute_module = execute
+        one._low_level_execute_command = lambda command: self.calls.append((host, command, {}))
         # What ActionBase.run does with a connection is not this test's matter.
         result = one._follow(arguments, host, action.Board("l1"), {"inventory_hostname": host})
         self.results[host] = result | {"after": time.monotonic() - self.began}
@@ -232,6 +234,9 @@ def test_end_of_one_rank_stops_all_hosts_at_once_and_is_told_by_one(monkeypatch,
         "next          mend the cause, then run playbooks/serve.yml: it starts the whole group",
     ]
     whys = stops(fleet)
+    for host in "abcd":
+        (frozen,) = [number for number, call in enumerate(fleet.calls) if call[:2] == (host, FREEZE)]
+        assert frozen < fleet.calls.index((host, "gb10_rank", whys[host]))
     assert all(options["at_once"] and options["user"] == "vllm" for options in whys.values())
     assert whys["c"]["evidence"].startswith("rank 2 ended")
     assert whys["c"]["evidence"].endswith("one\nthe last")
