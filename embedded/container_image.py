@@ -47,8 +47,12 @@ def _place_site(environment: Path, series: release.Series, tree: Path) -> None:
     """The patched packages at SITE, their links into ENVIRONMENT as the hosts see it."""
     site = tree / SITE.lstrip("/")
     made = release.make(environment, tree / "made", series, sys.executable)
-    shutil.copytree(made / "site", site, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(made / "site", site, symlinks=True)
     shutil.rmtree(tree / "made")
+    # The image has no times, and nobody can write into it: what is not compiled here, by content, is at every import.
+    command = [sys.executable, "-m", "compileall", "-q", "-f", "--invalidation-mode", "unchecked-hash"]
+    patched = [str(site / path) for path in series.files if path.endswith(".py")]
+    subprocess.run([*command, "-s", str(tree), "-p", "/", *patched], check=True)
     for path in site.rglob("*"):
         if path.is_symlink():
             target = Path(GUEST_ENVIRONMENTS) / path.readlink().relative_to(ENVIRONMENTS)
@@ -139,7 +143,7 @@ def _tree() -> Iterator[Path]:
 def ensure(series: release.Series) -> str:
     """Make the image unless it stands for the present wheels and patches; returns its digest."""
     engine = engine_environment(series.engine)
-    recipe = f"{SUITE} {PACKAGES} {engine.name} {series.digest}"
+    recipe = f"{SUITE} {PACKAGES} {engine.name} {series.digest} compiled"
     standing = RECIPE.read_text() if RECIPE.exists() and ARCHIVE.exists() and DIGEST.exists() else ""
     if standing == recipe:
         return DIGEST.read_text()

@@ -6,9 +6,16 @@ import hashlib
 import io
 import json
 import os
+import shutil
+import sys
 import tarfile
+from pathlib import Path
+
+import pytest
 
 from embedded import container_image
+
+HASHED_AND_NEVER_CHECKED = 1  # PEP 552
 
 
 def blobs(path):
@@ -44,3 +51,37 @@ def test_layer_depends_on_content_alone_and_holds_no_devices(tmp_path):
     assert first == second
     with tarfile.open(fileobj=io.BytesIO(first)) as layer:
         assert sorted(layer.getnames()) == ["usr", "usr/python", "usr/python3"]
+
+
+@pytest.mark.skipif(not shutil.which("patch"), reason="the package patch is not installed")
+def test_no_import_of_the_engine_compiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(container_image, "ENVIRONMENTS", tmp_path)
+    engine, compiled = tmp_path / "engine-abc", f"cpython-{sys.version_info.major}{sys.version_info.minor}.pyc"
+    (engine / "engine-1.dist-info").mkdir(parents=True)
+    (engine / "engine/__pycache__").mkdir(parents=True)
+    texts = {"patched": "A = 1\n", "other": "B = 1\n"}
+    for name, text in texts.items():
+        (engine / f"engine/{name}.py").write_text(text)
+        (engine / f"engine/__pycache__/{name}.{compiled}").write_text("of the environment")
+    before, after = (hashlib.sha256(text.encode()).hexdigest() for text in ("A = 1\n", "A = 2\n"))
+    series = container_image.release.Series.from_document(
+        {
+            "engine": "engine",
+            "package": "engine",
+            "version": "1",
+            "files": {"engine/patched.py": {"before": before, "after": after}},
+            "patches": [
+                {
+                    "file": "1.patch",
+                    "text": "--- a/engine/patched.py\n+++ b/engine/patched.py\n@@ -1 +1 @@\n-A = 1\n+A = 2\n",
+                }
+            ],
+        }
+    )
+    container_image._place_site(engine, series, tmp_path / "tree")
+    folder = tmp_path / "tree" / container_image.SITE.lstrip("/") / "engine/__pycache__"
+    patched = (folder / f"patched.{compiled}").read_bytes()
+    assert int.from_bytes(patched[4:8], "little") == HASHED_AND_NEVER_CHECKED
+    assert str(tmp_path).encode() not in patched
+    wanted = Path(container_image.GUEST_ENVIRONMENTS) / f"engine-abc/engine/__pycache__/other.{compiled}"
+    assert (folder / f"other.{compiled}").readlink() == wanted
