@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pwd
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,6 +118,16 @@ def listeners(proc: Path = PROC) -> dict[int, str]:
     return ports
 
 
+def listens(pid: int, listening: Mapping[int, str], proc: Path = PROC) -> tuple[int, ...]:
+    """Those of the LISTENING ports that PID itself holds."""
+    links = set()
+    with contextlib.suppress(OSError):
+        for link in (proc / str(pid) / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                links.add(str(link.readlink()))
+    return tuple(sorted(port for port, inode in listening.items() if f"socket:[{inode}]" in links))
+
+
 def holder(inode: str, proc: Path = PROC) -> int:
     """The process that holds the socket with INODE, 0 when none is seen."""
     for entry in proc.iterdir():
@@ -132,13 +142,15 @@ def holder(inode: str, proc: Path = PROC) -> int:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A process that is in a rank's way, and the ports it holds of those that the rank needs."""
+    """A process in a rank's way, the ports it holds of those that the rank needs, and all that it listens on."""
 
     process: Process
     ports: tuple[int, ...]
+    listens: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        ports = f", listens on port {', '.join(map(str, self.ports))}" if self.ports else ""
+        numbers = sorted({*self.ports, *self.listens})
+        ports = f", listens on port {', '.join(map(str, numbers))}" if numbers else ""
         return f"{self.process}{ports}"
 
 
@@ -152,5 +164,6 @@ def leftovers(control_group: str, ports: Iterable[int], proc: Path = PROC) -> li
     for process in all_of_host(proc):
         inside = bool(control_group) and (process.control_group + "/").startswith(control_group + "/")
         if not inside and (process.is_engine or process.pid in held):
-            found.append(Leftover(process, tuple(held.get(process.pid, ()))))
+            own = listens(process.pid, listening, proc)
+            found.append(Leftover(process, tuple(held.get(process.pid, ())), own))
     return sorted(found, key=lambda one: one.process.pid)

@@ -60,6 +60,13 @@ def test_holder_of_a_needed_port_is_a_leftover_whatever_its_name():
         assert mine(processes.leftovers("/nowhere", [port + 1]), os.getpid()) == []
 
 
+def test_engine_is_named_with_ports_that_nobody_else_needs(engine):
+    pid, port = engine
+    (found,) = mine(processes.leftovers("/system.slice/vllm-rank.service", []), pid)
+    assert (found.ports, found.listens) == ((), (port,))
+    assert f"listens on port {port}" in str(found)
+
+
 def test_own_leftover_is_ended_by_its_id_though_it_ignores_sigterm(engine):
     pid, port = engine
     faults = rank.stop_faults("/nowhere", [port], os.getuid(), 0)
