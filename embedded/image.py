@@ -69,7 +69,7 @@ def _files() -> dict[str, str]:
         "etc/ssh/sshd_config": SSHD_CONFIG,
         "etc/systemd/system/embedded-host-key.service": HOST_KEY_UNIT,
         "etc/fstab": f"/dev/ubda / ext4 defaults 0 1\nnone {GUEST_ENVIRONMENTS} hostfs ro,nofail,{ENVIRONMENTS} 0 0\n",
-        # Without it a host would wait 20 s for this machine's name server whenever a library asks for the host's own name.
+        # Else a host waits 20 s for this machine's name server whenever a library asks for its own name.
         "etc/resolv.conf": "# No name server: a look-up fails at once.\n",
         "root/.ssh/authorized_keys": SSH_KEY.with_suffix(".pub").read_text(),
         # Guests share two cores; a slow boot is not a hung one.
