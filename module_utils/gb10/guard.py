@@ -258,12 +258,12 @@ class Guard:
         if self._warned and not enforce:
             return
         phase, engine = self.phase(), group_mib(self.group)
-        before = self._history[0] if self._history else Sample(self.clock(), available, engine, 0.0)
         # First the deed, with nothing but signals; looking at other processes and writing come after it.
         killed, left = self._end() if enforce else ([], [])
         now = self.sample(available, killed)
         now = Sample(now.at, available, engine, now.others, now.largest)
-        why = cause(before, now)
+        # Nothing is known to have grown where this is the first look at the engine.
+        why = cause(self._history[0] if self._history else now, now)
         deed = (
             f"ended {len(killed)} processes of {self.settings.control_group}" if enforce else "observe: nothing ended"
         )

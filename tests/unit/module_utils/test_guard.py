@@ -189,6 +189,16 @@ def test_observing_tells_once_an_episode_and_ends_nothing(tmp_path):
     assert "observe: nothing ended" in host.said[0]
 
 
+def test_first_look_at_an_engine_accuses_nobody_of_growing(host):
+    host.engine(30000)
+    host.process(99, "other", 5000)
+    host.available = 4000
+    host.tick()
+    assert (
+        "nothing grew by much in 1 s: the engine's processes hold 30000 MiB, other processes 5000 MiB" in host.said[0]
+    )
+
+
 def test_a_process_that_cannot_end_is_told(host):
     host.engine(30000)
     host.immortal = {12}
