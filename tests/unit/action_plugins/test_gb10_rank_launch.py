@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib.util
 import threading
 import time
@@ -299,6 +300,18 @@ def test_host_that_is_away_is_named_and_not_asked_to_stop(monkeypatch, tmp_path)
     assert results["d"]["msg"] == "the launch is lost because of d: does not answer any more: timed out"
     assert "stopped       not d: it cannot be reached" in results["d"]["report"]
     assert set(stops(fleet)) == set("abc")
+
+
+def test_ansible_gives_up_a_host_without_power_in_time_and_keeps_its_connections():
+    settings = configparser.ConfigParser()
+    settings.read(_PATH.parents[1] / "ansible.cfg")
+    given = dict(word.split("=") for word in settings["ssh_connection"]["ssh_args"].split() if "=" in word)
+    # ssh asks once more than it counts (ServerAliveCountMax in ssh_config(5)).
+    silence = int(given["ServerAliveInterval"]) * (int(given["ServerAliveCountMax"]) + 1)
+    assert 15 < silence <= 30
+    tries = int(settings["ssh_connection"]["retries"])
+    assert silence + tries * int(settings["defaults"]["timeout"]) <= 45
+    assert (given["ControlMaster"], given["ControlPersist"]) == ("auto", "60s")
 
 
 def test_host_that_keeps_silent_is_given_up(monkeypatch, tmp_path):
