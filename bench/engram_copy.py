@@ -3,9 +3,13 @@
     python3 bench/engram_copy.py DIRECTORY [--source DIRECTORY] [--gigabytes 2] [--repeat 3] [--workers 6]
 
 DIRECTORY takes the copies, --source is a checkpoint with Engram tables, on an NFS mount for instance; without it one of
---gigabytes is made in DIRECTORY. Every measurement alternates with its yardstick, begins with the files out of the page
-cache unless it says cached, and ends with the data on the disk. Prints medians of source bytes a second, of processor
-seconds a GB, which other load does not change, and, of the pairs, the median ratio.
+--gigabytes is made in DIRECTORY. On a host of the fleet, where there is no project, the file alone does:
+
+    PYTHONPATH=/usr/local/lib/gb10-fleet python3 engram_copy.py DIRECTORY --source /srv/models/MODEL
+
+Every measurement alternates with its yardstick, begins with the files out of this host's page cache unless it says
+cached, and ends with the data on the disk. Prints medians of source bytes a second, of processor seconds a GB, which
+other load does not change, and, of the pairs, the median ratio.
 """
 
 from __future__ import annotations
@@ -28,8 +32,6 @@ sys.path[:0] = [str(PROJECT), str(PROJECT / "module_utils")]
 
 from gb10 import checkpoint, engram_rows  # noqa: E402
 from gb10.engram_layout import rank_rows  # noqa: E402
-
-from embedded.checkpoints.engram import make_checkpoint  # noqa: E402 the path above
 
 BLOCK = "bs=8M"
 
@@ -72,6 +74,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.directory) as scratch:
         source = args.source
         if not source:
+            from embedded.checkpoints.engram import make_checkpoint
+
             source = Path(scratch, "source")
             make_checkpoint(source, vocab_size=int(args.gigabytes * 1e9 / 13_000))
         target = Path(scratch, "target")
@@ -150,8 +154,14 @@ def measure(source: Path, scratch: Path, args: argparse.Namespace) -> None:
         ("verify checkpoint", cold, hash_checkpoint, "dd, both files", lambda: read_all(source, files)),
         ("verify checkpoint", cold, hash_checkpoint, "hashlib on memory", lambda: hash_memory(size)),
         ("verify checkpoint", cold, hash_checkpoint, "sha256sum, both", lambda: parallel_sha256sum(source, files)),
-        ("verify checkpoint, cached", cached, hash_checkpoint, "sha256sum", lambda: parallel_sha256sum(source, files)),
-        ("verify checkpoint, cached", cached, hash_checkpoint, "hashlib on memory", lambda: hash_memory(size)),
+        # A cached page may hide what the disk holds, so verification passes the cache by and the disk is its limit.
+        (
+            "verify checkpoint, cached",
+            cached,
+            hash_checkpoint,
+            "dd iflag=direct, both files",
+            lambda: read_all(source, files, "iflag=direct"),
+        ),
     ]
     if shutil.which("b3sum"):
         b3sum = ["b3sum", *(str(path) for path in shards)]

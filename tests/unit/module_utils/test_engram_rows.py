@@ -508,7 +508,8 @@ def test_the_rate_is_held_and_progress_is_written(tmp_path, large):
     run(tmp_path / "copy", large, options=Options(bytes_per_s=60_000_000, margin_bytes=0, progress=progress))
     size = sum(map(len, packs_of(tmp_path / "copy").values()))
     seconds = time.time() - begun
-    assert seconds > (size - 4 * engram_pack.SEGMENT_BYTES) / 60e6
+    # The first segment is not waited for; the last one's writing and the manifest come on top.
+    assert (size - engram_pack.SEGMENT_BYTES) / 60e6 < seconds < 1.1 * size / 60e6 + 2
     state = json.loads(progress.read_text())
     assert (state["done_bytes"], state["total_bytes"]) == (size, size)
     assert begun <= state["started"] <= begun + seconds
