@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from . import nfs
 from .gpu_smi import ABSENT, OK, query_processes, query_status
 from .host_command import CommandError, run_bounded
 
@@ -185,18 +186,10 @@ def parse_packages(text: str) -> tuple[dict[str, str], list[str]]:
 def parse_mounts(text: str) -> list[dict[str, Any]]:
     """NFS mounts of /proc/self/mounts, lowest layer first: path, server, export, version, read_only."""
     mounts = []
-    for line in text.splitlines():
-        device, path, kind, options = (*line.split(" "), "", "", "", "")[:4]
-        if kind not in ("nfs", "nfs4"):
-            continue
-        device, path = (re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), field) for field in (device, path))
-        server, _, export = device.rpartition(":/")
-        words = options.split(",")
-        version = next((word.removeprefix("vers=") for word in words if word.startswith("vers=")), None)
-        mounts.append(
-            {"path": path, "server": server.strip("[]"), "export": f"/{export}", "version": version}
-            | {"read_only": "ro" in words}
-        )
+    for mount in filter(lambda mount: mount.is_nfs, nfs.parse_mounts(text)):
+        server, _, export = mount.source.rpartition(":/")
+        row: dict[str, Any] = {"path": mount.path, "server": server.strip("[]"), "export": f"/{export}"}
+        mounts.append(row | {"version": mount.option("vers") or None, "read_only": "ro" in mount.options})
     return mounts
 
 
