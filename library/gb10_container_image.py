@@ -11,7 +11,7 @@ description:
   - Looks for the image by its digest, pulls it or loads it from an archive when it is missing, and switches to it in one step,
     beside the releases of a patched engine.
   - While it pulls, its action shows each host's bytes, percentage and time left every few seconds.
-  - The image before stays on the host: its digest switches back to it without another pull.
+  - The image before stays on the host, and its digest switches back to it without another pull.
 options:
   image: {description: Repository of the image without tag and digest., type: str, required: true}
   digest: {description: "Digest of its manifest, or its image ID, as sha256 and 64 hexadecimal digits.", type: str, required: true}
