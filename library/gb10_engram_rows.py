@@ -205,12 +205,12 @@ def apply(params: dict, result: dict, check: bool) -> None:
     engram_rows.check_local(directory)
     try:
         require_source(params)
-    except EngramRowsError as error:
+    except EngramRowsError:
         if not check:
             raise
         # On a fresh host, check mode has mounted nothing.
         engram_rows.check_space(directory, result["bytes"], Plan("copy", []), options.margin_bytes)
-        result["faults"].append(f"{error} (check mode mounts nothing)")
+        result["faults"].append(f"{params['source']} cannot be read yet: check mode mounts nothing")
         result.update(action="copy", changed=True)
         return
     rows = read_rows(params)

@@ -120,10 +120,12 @@ def plan(wish: dict[str, Any]) -> Plan:
         groups = set(user.get("groups") or [])
         if _user_id(user["name"]) == -1:
             result.users.append(user)
-            result.note(f"user {user['name']}", "absent", f"present, groups {sorted(groups)}")
+            result.note(
+                f"user {user['name']}", "absent", f"present{', in ' if groups else ''}{', '.join(sorted(groups))}"
+            )
         elif missing := groups - {entry.gr_name for entry in grp.getgrall() if user["name"] in entry.gr_mem}:
             result.users.append(user)
-            result.note(f"user {user['name']}", "present", f"present, also in {sorted(missing)}")
+            result.note(f"user {user['name']}", "present", f"present, also in {', '.join(sorted(missing))}")
     for entry in wish.get("directories") or []:
         found, wanted = _state(Path(entry["path"])), _wanted_state(entry, "0755")
         if found != wanted:
@@ -229,7 +231,9 @@ def plan_units(wishes: list[dict[str, Any]], units: dict[str, Unit], files_chang
             static = unit.enabled in ("static", "alias", "generated", "indirect")
             is_enabled = unit.enabled in ("enabled", "enabled-runtime")
             if not static and is_enabled != wish["enabled"]:
-                steps.append(UnitStep("enable" if wish["enabled"] else "disable", unit.name, unit.enabled, wanted))
+                steps.append(
+                    UnitStep("enable" if wish["enabled"] else "disable", unit.name, unit.enabled or "absent", wanted)
+                )
         watched = list(wish.get("restart_on") or [])
         stale = bool(files_changed & set(watched)) or _younger_than_start(watched, unit)
         if wish.get("state") == "started":

@@ -109,7 +109,7 @@ def test_with_a_config_an_intact_copy_needs_no_source(run, source, tmp_path):
     unmounted = {"config": config, "source": str(tmp_path / "gone"), "rank": 0, "_ansible_check_mode": True}
     said = run(**unmounted)
     assert said["action"] == "copy"
-    assert said["diff"]["before"].endswith("then run again (check mode mounts nothing)\n")
+    assert said["diff"]["before"].endswith("gone cannot be read yet: check mode mounts nothing\n")
     assert (
         "free them or choose another directory"
         in run(**unmounted, directory=str(tmp_path / "new"), margin_gb=10**6)["msg"]
