@@ -16,13 +16,13 @@ from embedded.checkpoints.hollow import make_hollow
 from tests.embedded_hosts import HOSTS, PROJECT, on, run
 
 FIXTURES = PROJECT / "tests/fixtures"
-# Profile to the inventory of its hosts, what is run, and what an operator has to add on hosts like these.
+# Profile to the inventory of its hosts, the playbooks, and what an operator has to add on hosts like these.
 RUNS = {
     "deepseek-v4.1-flash-tp4": ("inventory/embedded", "site.yml", {}),
     "deepseek-v4-flash-tp2": ("molecule/tp2/inventory", "site.yml", {}),
     "deepseek-v4-flash-tp2-container": (
         "molecule/tp2/inventory",
-        "site.yml",
+        "playbooks/engine.yml playbooks/serve.yml",  # the other stages are those of the profile before
         {"vllm_image_digest": "sha256:" + 64 * "0", "vllm_image_gpu": False},
     ),
 }
@@ -58,13 +58,14 @@ def _lent(tmp_path_factory):
 
 def differences(tmp_path, profile):
     """{host: {what: text after}} of every difference that the run shows, as Ansible hands it to its screen."""
-    inventory, playbook, variables = RUNS[profile]
+    inventory, playbooks, variables = RUNS[profile]
+    first, _, last = playbooks.rpartition(" ")
     variables = {"profile": profile, "memory_budget": False, **variables}
     result = ansible_runner.run(
         private_data_dir=str(tmp_path),
         project_dir=str(PROJECT),
-        playbook=playbook,
-        cmdline=f"--inventory {PROJECT / inventory} --check --diff",
+        playbook=last,
+        cmdline=f"--inventory {PROJECT / inventory} --check --diff {first}",
         extravars=variables,
         quiet=True,
     )
@@ -72,7 +73,7 @@ def differences(tmp_path, profile):
     shown: dict[str, dict[str, str]] = {}
     for event in result.events:
         if event["event"] == "runner_on_file_diff":
-            found = event["event_data"]["diff"]
+            found = event["event_data"]["diff"] or []  # none of a secret
             for entry in found if isinstance(found, list) else [found]:
                 shown.setdefault(event["event_data"]["host"], {})[entry.get("after_header", "")] = entry["after"]
     return shown
