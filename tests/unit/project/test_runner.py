@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,20 @@ def test_anything_less_fails(tmp_path, case, note):
 def test_failures_are_counted(tmp_path):
     part = part_of(tmp_path, tests=ENOUGH, failures=3, code=1)
     assert (part.passed, part.failed) == (ENOUGH - 3, 3)
+
+
+@pytest.mark.parametrize(("code", "failed"), [("print('made')", 0), ("print('made'); raise SystemExit(3)", 1)])
+def test_images_are_made_meanwhile_and_a_failure_counts(tmp_path, monkeypatch, capsys, code, failed):
+    monkeypatch.setattr(runner, "IMAGES", code)
+    with runner.building_images(tmp_path / "log") as images:
+        part = images()
+    assert (part.failed, part.note) == (failed, "ended with exit code 3" if failed else "")
+    assert "made" in capsys.readouterr().out
+
+
+def test_images_are_given_up_with_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "IMAGES", "import time; time.sleep(60)")
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), runner.building_images(tmp_path / "log"):
+        raise KeyboardInterrupt
+    assert time.monotonic() - began < 30
