@@ -314,7 +314,7 @@ def _wait(
     """The child's whole output; says every five seconds that it still runs, and ends it when it takes too long."""
     while True:
         try:
-            return child.communicate(timeout=5)[0]
+            return child.communicate(timeout=min(5, timeout_s))[0]
         except subprocess.TimeoutExpired:
             elapsed = time.monotonic() - start
             report(f"{what}, {elapsed:.0f} s")
