@@ -86,7 +86,10 @@ def find(listed: Iterable[Mapping[str, Any]], pin: str) -> str:
 
 
 def download_bytes(reference: str) -> int:
-    """Size of the layers that REFERENCE names for this machine, 0 where its registry does not tell."""
+    """Size of what REFERENCE names for this machine, 0 where podman does not tell.
+
+    podman 4 prints lists of manifests and single ones in Docker's form, and refuses single ones in OCI's.
+    """
     try:
         document = json.loads(podman("manifest", "inspect", reference))
         if "manifests" not in document:
@@ -95,7 +98,7 @@ def download_bytes(reference: str) -> int:
         digests = [one["digest"] for one in document["manifests"] if one["platform"]["architecture"] == wanted]
         return download_bytes(f"{reference.partition('@')[0]}@{digests[0]}")
     except (ContainerError, ValueError, KeyError, IndexError):
-        return 0  # the pull says what is wrong, with better words
+        return 0  # where something is wrong, the pull says it in better words
 
 
 @contextlib.contextmanager
