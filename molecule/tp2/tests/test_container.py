@@ -120,9 +120,9 @@ def test_phases_are_read_from_the_containers_output(host):
 
 def test_completion_from_the_machine():
     body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 6, "temperature": 0}).encode()
-    request = urllib.request.Request(
-        "http://198.18.0.11:8000/v1/completions", body, {"Content-Type": "application/json"}
-    )
+    key = (Path(__file__).resolve().parents[1] / "files/key").read_text().removesuffix("\n")
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request("http://198.18.0.11:8000/v1/completions", body, headers)
     with urllib.request.urlopen(request, timeout=120) as response:
         text = json.load(response)["choices"][0]["text"]
     assert text
