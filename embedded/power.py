@@ -77,16 +77,20 @@ def is_on(host: Host) -> bool:
 
 
 def power_on(host: Host, image: Path) -> None:
-    """Start the host's kernel; returns at once, long before the host answers."""
+    """Start the host's kernel; returns at once, long before the host answers.
+
+    A new disk is made on IMAGE. One that exists names its image itself, and fits no other.
+    """
     if is_on(host):
         return
+    disk = str(host.disk) if host.disk.exists() else f"{host.disk},{image}"
     management, fabric = host.taps
     address = f"ip={host.management_address}::{GATEWAY}:255.255.255.0:{host.name}:vec0:off"
     arguments = [
         f"umid={host.name}",
         f"uml_dir={STATE}/uml",
         f"mem={HOST_MEMORY_MIB}M",
-        f"ubd0={host.disk},{image}",
+        f"ubd0={disk}",
         "root=/dev/ubda",
         "rw",
         "con=null",

@@ -10,6 +10,8 @@ import struct
 import subprocess
 import tarfile
 import time
+import types
+from pathlib import Path
 
 import pytest
 
@@ -117,3 +119,26 @@ def test_zombie_is_off(host):
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert not power.is_on(host)
     process.wait()
+
+
+@pytest.mark.parametrize(("exists", "wanted"), [(False, "ubd0={disk},/images/new.img"), (True, "ubd0={disk}")])
+def test_disk_stays_on_the_image_that_it_was_made_on(tmp_path, monkeypatch, exists, wanted):
+    disk, started = tmp_path / "spark-z.cow", []
+    host = types.SimpleNamespace(
+        name="spark-z",
+        disk=disk,
+        taps=("m", "f"),
+        macs=("", ""),
+        management_address="",
+        fabric_address="",
+        console=tmp_path / "console",
+        pid_record=tmp_path / "pid",
+    )
+    if exists:
+        disk.write_text("")
+    monkeypatch.setattr(power, "_preload", lambda: Path("/nothing"))
+    monkeypatch.setattr(
+        power.subprocess, "Popen", lambda command, **_: started.extend(command) or types.SimpleNamespace(pid=1)
+    )
+    power.power_on(host, Path("/images/new.img"))
+    assert [word for word in started if word.startswith("ubd0")] == [wanted.format(disk=disk)]
