@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -31,6 +32,10 @@ def test_pid_file_that_names_no_guest_of_ours_is_off(guest, content):
 def test_plug_is_pulled_by_pid(guest):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "-pidfile", str(guest.pidfile)])
     guest.pidfile.write_text(str(process.pid))
+    # Popen comes back in the middle of exec, when the command line may still be empty.
+    deadline = time.monotonic() + 10
+    while not machine.pid_of(guest) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
     assert machine.pid_of(guest) == process.pid
     # The zombie keeps no command line, so it no longer counts as the guest.
