@@ -21,10 +21,6 @@ options:
     description: "With O(state=stopped), save what this host knows before anything is stopped; the text is the reason."
     type: str
     default: ""
-  at_once:
-    description: "With O(state=stopped), kill the rank instead of asking it to end: one that still loads has nothing to bring to an end."
-    type: bool
-    default: false
   launch: {description: "The launch to join, as RV(launch) of the head returned it.", type: dict}
   timeout: {description: Seconds that systemd may take., type: float, default: 120}
 author: [gb10-fleet maintainers (@gb10-fleet)]
@@ -58,7 +54,6 @@ def argument_spec() -> dict:
         "user": {"type": "str", "default": "vllm"},
         "issue_launch": {"type": "bool", "default": False},
         "evidence": {"type": "str", "default": ""},
-        "at_once": {"type": "bool", "default": False},
         "launch": {"type": "dict"},
         "timeout": {"type": "float", "default": 120},
     }
@@ -70,7 +65,7 @@ def stop(params: dict, check: bool, result: dict) -> None:
     else:
         if params["evidence"]:
             result["evidence"] = str(evidence.save(params["evidence"]))
-        result["changed"] = rank.stop(params["user"], params["timeout"], at_once=params["at_once"])
+        result["changed"] = rank.stop(params["user"], params["timeout"])
     if params["issue_launch"]:
         launch = rank.issue_launch(rank.launch().get("master_port", 0))
         # JSON through a template may turn numbers into text; the launch is compared as text and number.

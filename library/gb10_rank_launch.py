@@ -18,6 +18,7 @@ options:
   fleet: {description: All hosts in the order to show them., type: list, elements: str, required: true}
   order: {description: All hosts in the order to start them., type: list, elements: str, required: true}
   head: {description: The host that answers the API., type: str, required: true}
+  library: {description: Directory on the hosts that holds the package gb10., type: path, required: true}
   launch: {description: The launch to join., type: dict, required: true}
   completion: {description: "The completion that proves readiness, as for M(gb10_rank_info).", type: dict, required: true}
   timeout: {description: Seconds until the first token., type: float, required: true}
@@ -37,6 +38,7 @@ EXAMPLES = r"""
     completion: {base_url: "http://127.0.0.1:8000", model: tiny, prompt: "the"}
     timeout: 900
     user: vllm
+    library: /usr/local/lib/gb10-fleet
 """
 
 RETURN = r"""

@@ -1,4 +1,9 @@
-"""What a host knew when its rank failed: a dated folder, written before the stop, bounded in size and number."""
+"""What a host knew when its rank failed: a dated folder, written before the stop, bounded in size and number.
+
+``python3 -m gb10.evidence`` saves it and ends the rank at once, for a launch that is lost: an order on standard input
+({"evidence": the reason, "user": the engine's}), the outcome on standard output ({"evidence": the folder, "stay": what
+could not be ended}), both JSON.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +19,12 @@ from typing import Any
 
 from . import processes, rank, roce
 from .compare import MASK, masked, masked_words
-from .systemd import show
+from .systemd import SystemdError, show
 
 FOLDER = Path("/var/lib/gb10/evidence")
 KEPT = 10
 LARGEST = 512 * 1024  # bytes of one file; the end of a log says more than its beginning
+FAULTS = (rank.RankError, SystemdError, OSError, ValueError)
 PARTIAL = ".partial-"
 
 
@@ -119,3 +126,21 @@ def prune() -> None:
     """Keep the last KEPT folders."""
     for old in sorted(path for path in FOLDER.iterdir() if not path.name.startswith("."))[:-KEPT]:
         shutil.rmtree(old)
+
+
+def main() -> int:
+    order, outcome = json.load(sys.stdin), {"evidence": "", "stay": ""}
+    try:
+        outcome["evidence"] = str(save(order["evidence"]))
+    except FAULTS as error:  # a full disk keeps no rank from being ended
+        outcome["evidence"] = f"none: {error}"
+    try:
+        rank.stop(order["user"], 120, at_once=True)
+    except FAULTS as error:
+        outcome["stay"] = str(error)
+    print(json.dumps(outcome))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import importlib.util
+import json
 import threading
 import time
 from pathlib import Path
@@ -94,7 +95,10 @@ def test_time_in_a_phase_counts_from_when_it_was_first_seen():
 
 # ------------------------------------------------------------------------------------------------ a whole launch
 
-FREEZE = "systemctl kill --signal=STOP vllm-rank.service"
+STOP = (
+    "systemctl kill --signal=STOP vllm-rank.service >/dev/null 2>&1; "
+    "PYTHONPATH='/lib y' /usr/bin/python3 -B -m gb10.evidence"
+)
 COMPLETION = {"base_url": "http://x", "model": "m", "prompt": "p", "timeout": 5, "warm_up": [1, 8]}
 
 
@@ -144,6 +148,12 @@ class Fleet:
             thread.join(30)
         return self.results
 
+    def stop(self, host, command, order):
+        assert command == STOP
+        self.calls.append((host, "stop", order))
+        outcome = self.modules(host, "stop", order)
+        return {"rc": 0, "stdout": json.dumps(outcome), "stderr": ""} if isinstance(outcome, dict) else outcome[0]
+
     def _run(self, host):
         arguments = {
             "fleet": list("abcd"),
@@ -155,6 +165,7 @@ class Fleet:
             "timeout": self.timeout,
             "poll": 5,
             "user": "vllm",
+            "library": "/lib y",
         }
 
         def execute(module_name, module_args, task_vars):
@@ -164,30 +175,28 @@ class Fleet:
         one = action.ActionModule.__new__(action.ActionModule)
         one._task = SimpleNamespace(args=arguments, check_mode=False)
         one._execute_module = execute
-        one._low_level_execute_command = lambda command: self.calls.append((host, command, {}))
+        one._low_level_execute_command = lambda command, in_data: self.stop(host, command, json.loads(in_data))
         # What ActionBase.run does with a connection is not this test's matter.
         result = one._follow(arguments, host, action.Board("l1"), {"inventory_hostname": host})
         self.results[host] = result | {"after": time.monotonic() - self.began}
 
 
-def started_or_stopped(host, options):
-    if options["state"] == "stopped":
-        return {"changed": True, "evidence": f"/evidence/{host}"}
-    return {"launch": options["launch"]}
+def started_or_stopped(host, module):
+    return {"evidence": f"/evidence/{host}", "stay": ""} if module == "stop" else {"launch": {}}
 
 
 def nothing_happens(host, module, options, seconds=15.0):
     """A rank that loads for long."""
-    if module == "gb10_rank":
-        return started_or_stopped(host, options)
+    if module in ("gb10_rank", "stop"):
+        return started_or_stopped(host, module)
     time.sleep(seconds)
     return {"rank": rank_state(), "completion": {"text": "", "fault": ""}}
 
 
 def answers(host, module, options):
     """A fleet on which all goes well."""
-    if module == "gb10_rank":
-        return started_or_stopped(host, options)
+    if module in ("gb10_rank", "stop"):
+        return started_or_stopped(host, module)
     if "completion" in options:
         return {"rank": rank_state(phase="serving"), "completion": {"text": "abc", "fault": ""}}
     if host == "a":
@@ -206,7 +215,7 @@ def test_ranks_start_from_the_highest_down_and_the_head_is_asked_last(monkeypatc
 
 
 def stops(fleet):
-    return {host: options for host, module, options in fleet.calls if options.get("state") == "stopped"}
+    return {host: order for host, deed, order in fleet.calls if deed == "stop"}
 
 
 def test_end_of_one_rank_stops_all_hosts_at_once_and_is_told_by_one(monkeypatch, tmp_path):
@@ -214,7 +223,7 @@ def test_end_of_one_rank_stops_all_hosts_at_once_and_is_told_by_one(monkeypatch,
         if host == "c" and module == "gb10_rank_info":
             time.sleep(1)
             return {"rank": DEAD, "completion": {"text": "", "fault": ""}}
-        if host == "b" and options.get("state") == "stopped":
+        if host == "b" and module == "stop":
             time.sleep(2)  # the host at fault waits for the slowest
         return nothing_happens(host, module, options)
 
@@ -235,10 +244,7 @@ def test_end_of_one_rank_stops_all_hosts_at_once_and_is_told_by_one(monkeypatch,
         "next          mend the cause, then run playbooks/serve.yml: it starts the whole group",
     ]
     whys = stops(fleet)
-    for host in "abcd":
-        (frozen,) = [number for number, call in enumerate(fleet.calls) if call[:2] == (host, FREEZE)]
-        assert frozen < fleet.calls.index((host, "gb10_rank", whys[host]))
-    assert all(options["at_once"] and options["user"] == "vllm" for options in whys.values())
+    assert {order["user"] for order in whys.values()} == {"vllm"}
     assert whys["c"]["evidence"].startswith("rank 2 ended")
     assert whys["c"]["evidence"].endswith("one\nthe last")
     assert whys["a"]["evidence"].startswith("given up because of c\nrank 2 ended")
@@ -247,7 +253,7 @@ def test_end_of_one_rank_stops_all_hosts_at_once_and_is_told_by_one(monkeypatch,
 def test_rank_that_ends_because_of_another_is_told_after_it(monkeypatch, tmp_path):
     def modules(host, module, options):
         if host in "cd" and module == "gb10_rank_info":
-            time.sleep(1 if host == "d" else 1.3)
+            time.sleep(0.7 if host == "d" else 0.75)
             return {"rank": DEAD | {"rank": "abcd".index(host)}, "completion": {"text": "", "fault": ""}}
         return nothing_happens(host, module, options)
 
@@ -262,15 +268,18 @@ def test_rank_that_cannot_be_stopped_fails_its_host_and_is_in_the_report(monkeyp
     def modules(host, module, options):
         if host == "c" and module == "gb10_rank_info":
             return {"rank": DEAD, "completion": {"text": "", "fault": ""}}
-        if host == "b" and options.get("state") == "stopped":
-            return {"failed": True, "msg": "pid 7 stays: it hangs in the kernel", "evidence": "/evidence/b"}
+        if host == "b" and module == "stop":
+            return {"stay": "pid 7 stays: it hangs in the kernel", "evidence": "/evidence/b"}
+        if host == "d" and module == "stop":
+            return [{"rc": 1, "stdout": "", "stderr": "No module named gb10"}]
         return nothing_happens(host, module, options)
 
     results = Fleet(monkeypatch, tmp_path, modules).launch()
     assert results["b"]["msg"] == "given up because of c, and pid 7 stays: it hangs in the kernel"
     lines = results["c"]["report"].splitlines()
     assert "stopped       not b: pid 7 stays: it hangs in the kernel" in lines
-    assert "next          playbooks/stop.yml as soon as b can be stopped" in lines
+    assert "              not d: its stop failed with 1: No module named gb10" in lines
+    assert "next          playbooks/stop.yml as soon as b, d can be stopped" in lines
     assert "              b /evidence/b" in lines
 
 

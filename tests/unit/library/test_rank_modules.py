@@ -23,9 +23,7 @@ def steps(monkeypatch):
     """What the module did, in order."""
     done = []
     monkeypatch.setattr(evidence, "save", lambda reason: done.append(f"evidence: {reason}") or "/evidence/now")
-    monkeypatch.setattr(
-        rank, "stop", lambda user, timeout, at_once: done.append(f"{'kill' if at_once else 'stop'} {user}") or True
-    )
+    monkeypatch.setattr(rank, "stop", lambda user, timeout: done.append(f"stop {user}") or True)
     monkeypatch.setattr(rank, "start", lambda launch, timeout: done.append(f"start {launch}") or True)
     monkeypatch.setattr(rank, "record_ready", lambda: done.append("ready") or {"ready": 90.0})
     monkeypatch.setattr(rank, "launch", lambda: {"master_port": 21000})
@@ -39,11 +37,6 @@ def test_evidence_is_saved_before_anything_is_stopped(steps, capsys):
     assert (result["changed"], result["evidence"]) == (True, "/evidence/now")
 
 
-def test_failed_start_is_killed(steps, capsys):
-    run(gb10_rank, capsys, state="stopped", evidence="rank 2 ended", at_once=True)
-    assert steps == ["evidence: rank 2 ended", "kill vllm"]
-
-
 def test_plain_stop_saves_none(steps, capsys):
     assert run(gb10_rank, capsys, state="stopped", user="other", issue_launch=True)["launch"] == {
         "launch_id": "n",
@@ -53,7 +46,7 @@ def test_plain_stop_saves_none(steps, capsys):
 
 
 def test_stop_that_cannot_prove_itself_fails_and_still_names_the_evidence(steps, monkeypatch, capsys):
-    def fail(user, timeout, at_once):
+    def fail(user, timeout):
         raise rank.RankError("pid 9 stays")
 
     monkeypatch.setattr(rank, "stop", fail)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -54,6 +55,34 @@ def test_folder_has_what_an_analysis_needs(host):
     assert "MemAvailable" in (folder / "meminfo.txt").read_text()
     assert json.loads((folder / "environment.json").read_text())["given"]["NCCL_IB_HCA"] == "=x:1"
     assert (folder / "journal.txt").read_text().endswith("last line\n")
+
+
+@pytest.mark.parametrize(
+    ("broken", "outcome"),
+    [
+        ("", {"evidence": "/evidence/now", "stay": ""}),
+        ("save", {"evidence": "none: no space left", "stay": ""}),
+        ("stop", {"evidence": "/evidence/now", "stay": "no space left"}),
+    ],
+)
+def test_lost_rank_is_ended_at_once_whatever_becomes_of_the_evidence(monkeypatch, capsys, broken, outcome):
+    done = []
+
+    def step(name, result):
+        def call(*arguments, **options):
+            done.append((name, arguments, options))
+            if name == broken:
+                raise OSError("no space left")
+            return result
+
+        return call
+
+    monkeypatch.setattr(evidence, "save", step("save", "/evidence/now"))
+    monkeypatch.setattr(rank, "stop", step("stop", True))
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({"evidence": "rank 2 ended", "user": "vllm"})))
+    assert evidence.main() == 0
+    assert json.loads(capsys.readouterr().out) == outcome
+    assert done == [("save", ("rank 2 ended",), {}), ("stop", ("vllm", 120), {"at_once": True})]
 
 
 def test_no_secret_is_in_it(host):

@@ -37,6 +37,14 @@ module.exit_json(changed=wanted in ("started", "stopped"), rank=state, completio
                  launch={"launch_id": "l2", "master_port": 21000}, evidence="/evidence/now", phases={"ready": 90.0},
                  checkpoint_fault="", mount="local")
 """
+# Stands for the package on the hosts, which saves evidence and ends a rank at once.
+EVIDENCE = """
+import json, pathlib, sys
+order = json.load(sys.stdin)
+with open({calls!r}, "a") as calls:
+    calls.write(json.dumps([pathlib.Path(__file__).parents[1].name, "ended", order["evidence"]]) + "\\n")
+print(json.dumps({{"evidence": "/evidence/now", "stay": ""}}))
+"""
 STATE = {
     "active": True,
     "unit": "active",
@@ -70,6 +78,14 @@ def play(tmp_path):
     library.mkdir()
     for name in ("gb10_bundle", "gb10_rank", "gb10_rank_info"):
         (library / f"{name}.py").write_text(MODULE)
+    for host in ("one", "two"):
+        package = tmp_path / "hosts" / host / "gb10"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "evidence.py").write_text(EVIDENCE.format(calls=str(tmp_path / "calls")))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "systemctl").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "systemctl").chmod(0o755)
     hosts = "".join(
         f"{name} ansible_connection=local ansible_python_interpreter={sys.executable} rank={number} "
         f"fabric_address=192.0.2.{11 + number}\n"
@@ -92,11 +108,13 @@ def play(tmp_path):
             "ANSIBLE_LIBRARY": str(library),
             "ANSIBLE_ROLES_PATH": str(PROJECT / "roles"),
             "ANSIBLE_NOCOLOR": "1",
+            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
             "GB10_SCENARIO": str(tmp_path / "scenario.json"),
             "GB10_CALLS": str(tmp_path / "calls"),
         }
         command = [str(PLAYBOOK), "-i", str(tmp_path / "inventory"), str(tmp_path / "play.yml")]
-        extra = ["-e", json.dumps({"vllm_rank_poll": 5})]
+        installed = str(tmp_path / "hosts" / "{{ inventory_hostname }}")
+        extra = ["-e", json.dumps({"vllm_rank_poll": 5, "_vllm_rank_library": installed})]
         done = subprocess.run([*command, *extra], env=environment, capture_output=True, text=True, check=False)
         calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
         return done, [call for call in calls if call[1] not in ("read", "wait")]
@@ -131,7 +149,7 @@ def test_rank_that_dies_while_it_loads_stops_all_with_evidence(play):
     loading = {"launch_id": "l2", "phase": "loading", "phase_name": "loading"}
     done, calls = play({"one": DOWN, "two": DOWN}, {"one": loading, "two": dead})
     assert done.returncode != 0
-    stops = {call[0]: call[2] for call in calls if call[1] == "stopped" and call[2]}
+    stops = {call[0]: call[2] for call in calls if call[1] == "ended"}
     assert set(stops) == {"one", "two"}
     assert "the last line" in stops["two"]
     assert "given up because of two\nrank 1 ended" in stops["one"]
