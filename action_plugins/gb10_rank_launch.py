@@ -24,6 +24,7 @@ from ansible.module_utils.gb10 import launches, rank  # noqa: E402 the path abov
 SILENCE_S = 8  # the longest time without a line on the operator's screen
 PATIENCE_S = 60  # a host that loads a model answers late; one without power never does
 AWAY = "no power, or no way to it: look at its power and at the management network"
+FAULT_KEYS = ("fault", "lost_at", "reached", "cause", "last", "away")
 STOP_S = 90  # how long the unit's own time-out and all around it may take on the slowest host
 
 display = Display()
@@ -47,11 +48,16 @@ class Board:
     def __init__(self, launch_id: str) -> None:
         self.directory = Path(constants.DEFAULT_LOCAL_TMP) / f"launch-{launch_id}"
         self.directory.mkdir(exist_ok=True)
+        self.lock = threading.Lock()
 
     def post(self, host: str, note: dict[str, Any]) -> None:
-        partial = self.directory / f".{host}"
-        partial.write_text(json.dumps(note | {"at": time.time()}))
-        partial.rename(self.directory / f"{host}.json")
+        """Replace HOST's note; its first fault stays, whatever the thread that still looks at the rank has to say."""
+        partial, path = self.directory / f".{host}", self.directory / f"{host}.json"
+        with self.lock:
+            before = json.loads(path.read_text()) if path.exists() else {}
+            kept = {key: before[key] for key in FAULT_KEYS if key in before} if before.get("fault") else {}
+            partial.write_text(json.dumps(note | kept | {"at": time.time()}))
+            partial.rename(path)
 
     def read(self) -> dict[str, dict[str, Any]]:
         return {path.stem: json.loads(path.read_text()) for path in self.directory.glob("*.json")}

@@ -42,6 +42,16 @@ def test_host_that_failed_first_is_to_blame_not_the_first_by_name():
     assert action.first_lost({"b": GONE | {"lost_at": 9.0}, "c": GONE | {"lost_at": 2.0}, "d": LOADING}) == "c"
 
 
+def test_first_fault_of_a_host_outlives_what_is_seen_of_it_later(monkeypatch, tmp_path):
+    monkeypatch.setattr(action.constants, "DEFAULT_LOCAL_TMP", str(tmp_path))
+    board = action.Board("l1")
+    board.post("a", LOADING | GONE)
+    board.post("a", LOADING | {"phase": "stopping"})
+    board.post("a", action.lost("it ended because it was stopped"))
+    note = board.read()["a"]
+    assert (note["fault"], note["lost_at"]) == ("it ended", 1.0)
+
+
 ORDER = ["d", "c", "b", "a"]
 
 
