@@ -22,5 +22,11 @@ def test_mount_comes_back_at_boot(host):
     assert host.service("srv-models.automount").is_enabled
 
 
+def test_a_head_without_power_is_noticed(host):
+    watch = host.service("gb10-store-watch.service")
+    assert watch.is_running
+    assert watch.is_enabled
+
+
 def test_nothing_is_exported(host):
     assert host.run("cat /proc/fs/nfsd/threads").rc != 0
