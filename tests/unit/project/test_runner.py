@@ -61,17 +61,15 @@ def test_failures_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(("code", "failed"), [("print('made')", 0), ("print('made'); raise SystemExit(3)", 1)])
-def test_images_are_made_meanwhile_and_a_failure_counts(tmp_path, monkeypatch, capsys, code, failed):
-    monkeypatch.setattr(runner, "IMAGES", code)
-    with runner.building_images(tmp_path / "log") as images:
+def test_what_runs_meanwhile_is_shown_and_a_failure_counts(tmp_path, capsys, code, failed):
+    with runner.meanwhile("images", [sys.executable, "-c", code], tmp_path / "log") as images:
         part = images()
-    assert (part.failed, part.note) == (failed, "ended with exit code 3" if failed else "")
+    assert (part.name, part.failed, part.note) == ("images", failed, "ended with exit code 3" if failed else "")
     assert "made" in capsys.readouterr().out
 
 
-def test_images_are_given_up_with_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "IMAGES", "import time; time.sleep(60)")
+def test_what_runs_meanwhile_is_given_up_with_the_run(tmp_path):
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), runner.building_images(tmp_path / "log"):
+    with pytest.raises(KeyboardInterrupt), runner.meanwhile("sleep", ["sleep", "60"], tmp_path / "log"):
         raise KeyboardInterrupt
     assert time.monotonic() - began < 30
