@@ -45,7 +45,6 @@ class ActionModule(ActionBase):
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         host = (task_vars or {})["inventory_hostname"]
-        result: dict[str, Any] = {}
         over = threading.Event()
 
         def watch() -> None:
@@ -56,13 +55,11 @@ class ActionModule(ActionBase):
                     display.display(progress_line(host, state, before, LOOK_S), color=constants.COLOR_VERBOSE)
                 before = state
 
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
+        threading.Thread(target=watch, daemon=True).start()
         try:
-            result = self._execute_module(task_vars=task_vars)
+            return dict(self._execute_module(task_vars=task_vars))
         finally:
             over.set()
-        return result
 
     def _look(self) -> dict[str, Any]:
         """What the file says now; nothing where there is none, or no answer: the module's own result tells more."""
